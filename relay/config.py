@@ -1,0 +1,480 @@
+"""Configuration: `relay.toml`, overlaid by `RELAY_SECTION__KEY`, validated as a whole into one frozen `Config`.
+
+All faults are reported at once, each with the path of its key; unknown keys are faults. This is the only module that
+reads the environment. Secrets may come from the environment or from files, and are masked wherever a config is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from relay.errors import ConfigError
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_NAME = re.compile(r"[a-z0-9_]{1,63}")
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_SECRET_OPTION = re.compile(r"password|secret|oauthbearer\.config|key\.pem|keystore\.pem|jaas|token$")
+
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)?\s*", value)
+        if not match:
+            raise ValueError("not a duration (write for example 500ms, 1s, 5m, 2h)")
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    return value
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+)\s*([kmg]?i?b)?\s*", value, re.IGNORECASE)
+        if not match:
+            raise ValueError("not a size (write for example 512KB, 16MB, 1GiB)")
+        return int(match[1]) * _SIZES[(match[2] or "").upper()]
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Lists from the environment: JSON, or words with commas between."""
+    if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            return _json(value)
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return value
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError as exc:
+            raise ValueError(f"not JSON: {exc}") from None
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Relay(Section):
+    name: str = Field(
+        "outbox_relay",
+        description="Names this relay: its lock, its checkpoint row, its transactional id. One per database and purpose.",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("use 1 to 63 of a-z, 0-9 and _")
+        return value
+
+
+class Database(Section):
+    dsn: SecretStr | None = Field(
+        None, description="libpq connection string or URI of the primary. Without it libpq's own PG* variables apply."
+    )
+    dsn_file: Path | None = Field(None, description="File that holds the DSN, instead of `dsn`.")
+    password_file: Path | None = Field(None, description="File that holds the password, instead of one in the DSN.")
+    connect_timeout: Positive = Field(10.0, description="Longest wait for a connection.")
+
+    @field_validator("dsn")
+    @classmethod
+    def _readable(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            try:
+                conninfo_to_dict(value.get_secret_value())
+            except ProgrammingError as exc:
+                raise ValueError(f"not a connection string: {str(exc).strip()}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _one_dsn(self) -> Database:
+        if self.dsn is not None and self.dsn_file is not None:
+            raise ValueError("give dsn or dsn_file, not both")
+        return self
+
+    def conninfo(self) -> str:
+        """The whole connection string, secrets included: for connecting, never for showing."""
+        dsn = read_secret(self.dsn_file) if self.dsn_file else self.dsn.get_secret_value() if self.dsn else ""
+        extra: dict[str, Any] = {}
+        if self.password_file:
+            extra["password"] = read_secret(self.password_file)
+        return make_conninfo(dsn, **extra)
+
+
+class SourceSection(Section):
+    mode: Literal["auto", "stream"] = Field(
+        "auto", description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost."
+    )
+    plugin: Literal["pgoutput"] = Field("pgoutput", description="Output plugin of the slot.")
+    slot: str = Field("outbox_relay", description="Replication slot; created by the first `relay run`.")
+    publication: str = Field("outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`.")
+    wal_sender_timeout: Positive = Field(
+        15.0, description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over."
+    )
+
+    @field_validator("slot")
+    @classmethod
+    def _slot(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("a slot name has 1 to 63 of a-z, 0-9 and _")
+        return value
+
+
+class Columns(Section):
+    """Which column plays which part. A part that is set to "" does not exist in the table."""
+
+    id: str = Field("id", description="Event id: the dedupe key on every path.")
+    seq: str = Field("seq", description='Order in the table (identity). "" if there is none.')
+    xid: str = Field("xid", description='Transaction id (xid8), for recovery from the table. "" if there is none.')
+    aggregate_type: str = Field("aggregate_type", description='"" if there is none.')
+    aggregate_id: str = Field("aggregate_id", description='"" if there is none.')
+    event_type: str = Field("event_type", description='"" if there is none.')
+    topic: str = Field("topic", description='Explicit destination of the row. "" if there is none.')
+    partition_key: str = Field("partition_key", description='Key that overrides `routing.key`. "" if there is none.')
+    payload: str = Field("payload", description="The body, or its `payload` member.")
+    headers: str = Field("headers", description='JSON object of extra headers. "" if there is none.')
+    created_at: str = Field("created_at", description='Time of the event. "" if there is none.')
+
+    @model_validator(mode="after")
+    def _needed(self) -> Columns:
+        for part in ("id", "payload"):
+            if not getattr(self, part):
+                raise ValueError(f"{part} cannot be empty: every event has one")
+        return self
+
+
+class Outbox(Section):
+    table: str = Field("public.outbox_events", description="Schema-qualified name, as Postgres spells it.")
+    columns: Columns = Field(default_factory=lambda: Columns(), description="Names of the table's columns.")
+    header_columns: dict[str, str] = Field(
+        default_factory=dict, description="Further columns to publish as headers: `header = \"column\"`."
+    )
+
+    @field_validator("table")
+    @classmethod
+    def _qualified(cls, value: str) -> str:
+        if not value or value.count(".") > 1 or value.startswith(".") or value.endswith("."):
+            raise ValueError("write schema.table")
+        return value if "." in value else f"public.{value}"
+
+
+ROUTING_FIELDS = ("topic", "aggregate_type", "aggregate_id", "event_type", "partition_key", "id", "seq", "table")
+
+
+def _template(value: str) -> str:
+    rest = _FIELD.sub("", value)
+    if "{" in rest or "}" in rest:
+        raise ValueError("unbalanced braces")
+    for name in _FIELD.findall(value):
+        if name not in ROUTING_FIELDS:
+            raise ValueError(f"unknown field {{{name}}}; known are " + ", ".join(f"{{{f}}}" for f in ROUTING_FIELDS))
+    return value
+
+
+class Routing(Section):
+    topic: str = Field(
+        "{topic}",
+        description="Topic or subject. The default takes the row's topic, and where that is NULL `fallback_topic`.",
+    )
+    fallback_topic: str = Field(
+        "events.{aggregate_type}.{event_type}", description="Used where a field of `topic` is NULL in the row."
+    )
+    key: str = Field("{aggregate_id}", description="Order and partition key; the row's partition_key overrides it.")
+    format: Literal["envelope"] = Field("envelope", description="Form of the body.")
+
+    _check = field_validator("topic", "fallback_topic", "key")(_template)
+
+
+class Stream(Section):
+    name: str = Field(description="Name of the JetStream stream.")
+    subjects: Words = Field(description="Subjects of the stream; an event goes to the stream whose subject matches its topic.")
+    create: bool = Field(False, description="Create the stream when it is missing.")
+    replicas: int = Field(1, ge=1, le=5, description="Replicas of a stream that the relay creates.")
+    max_age: Duration = Field(0.0, description="Age limit of a stream that the relay creates; 0 keeps for ever.")
+    duplicate_window: Positive = Field(120.0, description="Dedupe window of a stream that the relay creates.")
+
+    @field_validator("name")
+    @classmethod
+    def _stream_name(cls, value: str) -> str:
+        if not value or any(c.isspace() or c in ".*>/\\" for c in value):
+            raise ValueError("a stream name has no spaces and none of . * > / \\")
+        return value
+
+
+class Tls(Section):
+    ca: Path | None = Field(None, description="CA bundle that signs the servers.")
+    cert: Path | None = Field(None, description="Client certificate (mTLS).")
+    key: Path | None = Field(None, description="Key of the client certificate.")
+    hostname: str | None = Field(None, description="Name to expect in the server's certificate, if not the URL's.")
+
+
+class JetStream(Section):
+    servers: Words = Field(("nats://127.0.0.1:4222",), description="URLs of the servers.")
+    mode: Literal["auto", "shared"] = Field("auto", description="How duplicates are prevented: see docs/guarantees.md.")
+    ordering: Literal["strict", "relaxed"] = Field(
+        "strict",
+        description="`strict` never has two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",
+    )
+    streams: Annotated[tuple[Stream, ...], BeforeValidator(_json)] = Field(
+        (), description="Streams that the relay expects (or creates). Without any, the server's own streams are used."
+    )
+    domain: str | None = Field(None, description="JetStream domain.")
+    ack_timeout: Positive = Field(5.0, description="Longest wait for an acknowledgement before the connection is renewed.")
+    connect_timeout: Positive = Field(5.0, description="Longest wait for a connection.")
+    user: str | None = Field(None, description="User name.")
+    password: SecretStr | None = Field(None, description="Password of the user.")
+    password_file: Path | None = Field(None, description="File that holds the password.")
+    token: SecretStr | None = Field(None, description="Token.")
+    token_file: Path | None = Field(None, description="File that holds the token.")
+    nkey_seed_file: Path | None = Field(None, description="File that holds the nkey seed.")
+    credentials_file: Path | None = Field(None, description="`.creds` file with user JWT and seed.")
+    tls: Tls | None = Field(None, description="TLS settings; `tls://` URLs use the system's CAs without them.")
+
+    @field_validator("servers")
+    @classmethod
+    def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("at least one URL is needed")
+        for url in value:
+            if not re.match(r"(nats|tls|ws|wss)://\S+$", url):
+                raise ValueError(f"{mask_url(url)!r} is not a URL (write nats://host:4222 or tls://host:4222)")
+        return value
+
+    @model_validator(mode="after")
+    def _distinct(self) -> JetStream:
+        names = [stream.name for stream in self.streams]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"streams: {', '.join(twice)} is listed twice")
+        return self
+
+
+class SecretFile(Section):
+    file: Path
+
+
+KafkaOption = bool | int | float | str | SecretFile
+
+
+class Kafka(Section):
+    mode: Literal["idempotent"] = Field("idempotent", description="How duplicates are prevented: see docs/guarantees.md.")
+    create_topics: bool = Field(False, description="Create topics that are missing.")
+    topics: Words = Field((), description="Topics to check (or create) at start; others are checked when first used.")
+    partitions: int = Field(-1, ge=-1, description="Partitions of topics that the relay creates; -1 is the broker's default.")
+    replication_factor: int = Field(-1, ge=-1, description="Replicas of topics that the relay creates; -1 is the broker's default.")
+    connect_timeout: Positive = Field(10.0, description="Longest wait for the brokers' metadata.")
+    options: Annotated[dict[str, KafkaOption], BeforeValidator(_json)] = Field(
+        default_factory=lambda: {"bootstrap.servers": "127.0.0.1:9092"},
+        description='librdkafka\'s own names, passed through; `{ file = "…" }` reads a secret. '
+        "In the environment write `_` for `.`.",
+    )
+
+    def librdkafka(self) -> dict[str, bool | int | float | str]:
+        """The options with secrets read from their files: for connecting, never for showing."""
+        return {k: read_secret(v.file) if isinstance(v, SecretFile) else v for k, v in self.options.items()}
+
+
+class SinkSection(Section):
+    kind: Literal["jetstream", "kafka", "console"] = Field("jetstream", description="The broker.")
+    jetstream: JetStream = Field(default_factory=lambda: JetStream(), description="NATS JetStream.")
+    kafka: Kafka = Field(default_factory=lambda: Kafka(), description="Kafka and what speaks its protocol.")
+
+
+class Delivery(Section):
+    max_in_flight_events: int = Field(5000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most.")
+    max_in_flight_bytes: Size = Field(16 * 2**20, description="Bytes read but not yet acknowledged, at most.")
+    max_batch_events: int = Field(500, ge=1, description="Events that travel together, at most.")
+    backoff_initial: Positive = Field(1.0, description="First wait after a transient failure; doubles each time.")
+    backoff_max: Positive = Field(60.0, description="Longest wait between two tries.")
+    stalled_after: Positive = Field(
+        30.0, description="Unready when the oldest unacknowledged event is older than this, or Postgres silent for longer."
+    )
+    shutdown_timeout: Positive = Field(10.0, description="Longest drain after SIGTERM; what is left is redelivered.")
+
+    @model_validator(mode="after")
+    def _growing(self) -> Delivery:
+        if self.backoff_initial > self.backoff_max:
+            raise ValueError("backoff_initial must not exceed backoff_max")
+        return self
+
+
+class Checkpoint(Section):
+    interval: Positive = Field(1.0, description="How often progress is saved, then confirmed to Postgres.")
+    history_interval: Positive = Field(60.0, description="How often (LSN, snapshot) is kept for replays, while events move.")
+    history_retention: Positive = Field(7 * 86400.0, description="How long the history is kept.")
+
+
+class Admin(Section):
+    listen: str = Field("127.0.0.1:9464", description='Address of health, metrics and status over HTTP; "" switches it off.')
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]*):\d{1,5}", value):
+            raise ValueError("write host:port, [ipv6]:port or :port")
+        return value
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity that is written.")
+    format: Literal["auto", "json", "text"] = Field("auto", description="`auto`: text on a terminal, JSON elsewhere.")
+
+
+class Config(Section):
+    """Everything, validated. Later sections never look anything up by themselves."""
+
+    relay: Relay = Field(default_factory=lambda: Relay(), description="Identity.")
+    database: Database = Field(default_factory=lambda: Database(), description="The Postgres primary.")
+    source: SourceSection = Field(default_factory=lambda: SourceSection(), description="How events are read.")
+    outbox: Annotated[tuple[Outbox, ...], BeforeValidator(_json)] = Field(
+        default_factory=lambda: (Outbox(),), description="The outbox tables, a block each."
+    )
+    routing: Routing = Field(default_factory=lambda: Routing(), description="Where events go, and in which form.")
+    sink: SinkSection = Field(default_factory=lambda: SinkSection(), description="The broker.")
+    delivery: Delivery = Field(default_factory=lambda: Delivery(), description="Windows, retries, draining.")
+    checkpoint: Checkpoint = Field(default_factory=lambda: Checkpoint(), description="Saving progress.")
+    admin: Admin = Field(default_factory=lambda: Admin(), description="HTTP endpoints.")
+    log: Log = Field(default_factory=lambda: Log(), description="Logging.")
+
+    @field_validator("outbox")
+    @classmethod
+    def _tables(cls, value: tuple[Outbox, ...]) -> tuple[Outbox, ...]:
+        if not value:
+            raise ValueError("at least one [[outbox]] is needed")
+        names = [outbox.table for outbox in value]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is listed twice")
+        return value
+
+    @model_validator(mode="after")
+    def _in_time(self) -> Config:
+        if self.checkpoint.interval > self.source.wal_sender_timeout / 3:
+            raise ValueError("checkpoint.interval must be at most a third of source.wal_sender_timeout")
+        return self
+
+    def shown(self) -> dict[str, Any]:
+        """The effective configuration with secrets masked: for `relay check` and logs."""
+        shown = self.model_dump(mode="json")
+        dsn = self.database.dsn
+        shown["database"]["dsn"] = mask_dsn(dsn.get_secret_value()) if dsn else None
+        shown["sink"]["jetstream"]["servers"] = [mask_url(url) for url in self.sink.jetstream.servers]
+        options = shown["sink"]["kafka"]["options"]
+        for name in options:
+            if _SECRET_OPTION.search(name):
+                options[name] = "********"
+        return shown
+
+
+def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
+    """Read the file (if any), lay the environment over it, validate. Raises ConfigError with all faults."""
+    faults: list[str] = []
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                [f"{path}: no such file"], hint="write one (see docs/configuration.md), or name it with --config"
+            ) from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+            raise ConfigError([f"{path}: {exc}"]) from None
+    faults += overlay(tree, os.environ if environ is None else environ)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False, include_input=False):
+            faults.append(_fault(error))
+        raise ConfigError(faults, hint="docs/configuration.md lists every key") from None
+    if faults:
+        raise ConfigError(faults, hint="docs/configuration.md lists every key")
+    return config
+
+
+def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """Lay RELAY_SECTION__KEY over the tree; returns the faults. A misspelt section is a fault, not a default."""
+    faults: list[str] = []
+    sections = set(Config.model_fields)
+    for name in sorted(environ):
+        if not name.startswith("RELAY_"):
+            continue
+        path = name.removeprefix("RELAY_").lower().split("__")
+        if len(path) == 1:
+            section, _, key = path[0].partition("_")
+            if section in sections and key:
+                faults.append(f"{name}: write RELAY_{section.upper()}__{key.upper()} (two underscores after the section)")
+            elif section in sections:
+                tree[section] = environ[name]  # whole section as JSON, for lists such as RELAY_OUTBOX
+            continue
+        if path[0] not in sections:
+            faults.append(f"{name}: unknown section; known are {', '.join(sorted(sections))}")
+            continue
+        if path[:3] == ["sink", "kafka", "options"] and len(path) == 4:
+            path[3] = path[3].replace("_", ".")
+        node = tree
+        for step in path[:-1]:
+            child = node.setdefault(step, {})
+            if not isinstance(child, dict):
+                faults.append(f"{name}: {step} is a list; set the whole of it as JSON in RELAY_{path[0].upper()}")
+                break
+            node = child
+        else:
+            node[path[-1]] = environ[name]
+    return faults
+
+
+def _fault(error: Any) -> str:
+    path = ".".join(str(step) for step in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            message = "unknown key"
+        case "missing":
+            message = "is required"
+    return f"{path}: {message}" if path else message
+
+
+def read_secret(path: Path) -> str:
+    """The content of a secret's file, without the newline that editors add."""
+    try:
+        return path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError([f"{path}: cannot read the secret: {exc}"]) from None
+
+
+def mask_dsn(dsn: str) -> str:
+    """The DSN as key=value pairs, with secrets masked."""
+    parts = conninfo_to_dict(dsn)
+    return make_conninfo("", **{k: "********" if k in {"password", "sslpassword"} else v for k, v in parts.items()})
+
+
+def mask_url(url: str) -> str:
+    return re.sub(r"//[^@/]*@", "//********@", url)

@@ -1,0 +1,54 @@
+"""The seam to the broker. A Sink makes events durable; it never confirms, never skips, never reorders one key.
+
+`open_sink` picks the implementation; each module below translates its client's exceptions into ours, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from relay.event import Batch, Rejected
+
+if TYPE_CHECKING:
+    from relay.config import Config
+
+
+class Sink(Protocol):
+    """What the pipeline needs from a broker."""
+
+    async def open(self) -> None:
+        """Connect, and check that every configured destination exists. Called again after a failure, then from scratch.
+
+        Raises SinkUnavailable when waiting may help, an OperatorError (SetupError, AuthError) when it will not.
+        """
+
+    async def publish(self, batch: Batch) -> Sequence[Rejected]:
+        """Return when every event of the batch is durable, except the ones returned as rejected; raise otherwise.
+
+        Called in order, and may overlap: the part before the first await runs in the order of the calls. After the first
+        event that is not stored, nothing later of its key becomes durable until it is submitted again. A call that raises
+        leaves in `batch.events` only the events that are not known to be durable, and makes the others that are
+        unfinished raise too; the pipeline then opens the sink again and submits the unfinished batches in order.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connection; never waits for the broker. Safe to call in any state, and more than once."""
+
+
+def open_sink(config: Config) -> Sink:
+    """The sink that `sink.kind` names, not yet connected."""
+    match config.sink.kind:
+        case "jetstream":
+            from relay.sink.jetstream import JetStreamSink  # noqa: PLC0415  only the chosen client is imported
+
+            return JetStreamSink(config.sink.jetstream)
+        case "kafka":
+            from relay.sink.kafka import KafkaSink  # noqa: PLC0415
+
+            return KafkaSink(config.sink.kafka)
+        case "console":
+            from relay.sink.console import ConsoleSink  # noqa: PLC0415
+
+            return ConsoleSink()

@@ -1,0 +1,90 @@
+"""Ordinary (non-replication) sessions, and the one place where psycopg's errors become ours.
+
+Every ordinary session goes to the primary, in UTC and autocommit; nothing here retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+from psycopg import AsyncConnection, errors
+from psycopg.rows import TupleRow
+
+from relay.config import Database
+from relay.errors import AuthError, RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
+
+# Text formats are pinned: role or database settings would otherwise change what we publish.
+PINNED = (
+    "-c client_encoding=utf8 -c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC "
+    "-c bytea_output=hex -c extra_float_digits=3"
+)
+
+Session = AsyncConnection[TupleRow]
+
+_AUTH = {"28000", "28P01", "42501"}
+_GONE = {"57P01", "57P02", "57P03", "57P05", "25P03"}  # shutdown, crash, starting up, session timeouts
+
+
+async def connect(database: Database, application_name: str, *, options: str = "") -> Session:
+    """An autocommit session; raises SourceUnavailable, AuthError or SetupError."""
+    with translated():
+        return await AsyncConnection.connect(
+            database.conninfo(),
+            autocommit=True,
+            connect_timeout=max(1, round(database.connect_timeout)),
+            application_name=application_name,
+            options=f"{PINNED} {options}",
+            # A dead network is noticed in half a minute, not in two hours.
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=3,
+            tcp_user_timeout=30_000,
+        )
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise our own errors for psycopg's."""
+    try:
+        yield
+    except psycopg.Error as exc:
+        raise translate(exc) from exc
+
+
+def translate(exc: psycopg.Error) -> RelayError:
+    """Our error for psycopg's. A state that nobody listed is never retried as if it were harmless."""
+    state = exc.sqlstate or ""
+    text = " ".join(str(exc).split())
+    if state == "42501" and "output plugin" in text:
+        return SetupError(
+            text,
+            hint="ALTER SYSTEM SET output_plugin_libraries = 'pgoutput','test_decoding','wal2json'; "
+            "SELECT pg_reload_conf();  (separate quotes: one quoted list is taken as a single name)",
+        )
+    if state in _AUTH:
+        return AuthError(text, hint="check user, password and pg_hba.conf; sql/roles.sql has the grants the relay needs")
+    if state == "55006":
+        return SlotBusy(text, hint="another relay (or a frozen one, until wal_sender_timeout) holds the slot")
+    if state == "42704" and "replication slot" in text:
+        return SlotLost(text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot")
+    if state == "55000" and ("replication slot" in text or "invalidated" in text):
+        return SlotLost(text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot")
+    if state == "3D000":
+        return SetupError(text, hint="check the database's name in database.dsn")
+    if state == "53300" or state in _GONE or state.startswith("08"):
+        return SourceUnavailable(text)
+    if not state and isinstance(exc, errors.OperationalError | psycopg.InterfaceError):
+        # libpq itself: refused, time-out, EOF. Authentication failures come here too before the server has a state.
+        lowered = text.lower()
+        if "password" in lowered or "authentication" in lowered or "pg_hba" in lowered or "certificate" in lowered:
+            return AuthError(text, hint="check user, password, TLS files and pg_hba.conf")
+        if "does not exist" in lowered and "database" in lowered:
+            return SetupError(text, hint="check the database's name in database.dsn")
+        if "must be superuser or replication role" in lowered or "permission denied" in lowered:
+            return AuthError(text, hint="ALTER ROLE … REPLICATION; sql/roles.sql has the grants the relay needs")
+        return SourceUnavailable(text)
+    if state.startswith(("40", "57")) or state == "55P03":
+        return SourceUnavailable(text)
+    return SetupError(f"{text} (SQLSTATE {state})", hint="run `relay check`")
