@@ -85,7 +85,7 @@ class Section(BaseModel):
 class Relay(Section):
     name: str = Field(
         "outbox_relay",
-        description="Names this relay: its lock, its checkpoint row, its transactional id. One per database and purpose.",
+        description="Names this relay: its lock, its checkpoint, its transactional id. One per database and purpose.",
     )
 
     @field_validator("name")
@@ -131,13 +131,17 @@ class Database(Section):
 
 class SourceSection(Section):
     mode: Literal["auto", "stream"] = Field(
-        "auto", description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost."
+        "auto",
+        description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost.",
     )
     plugin: Literal["pgoutput"] = Field("pgoutput", description="Output plugin of the slot.")
     slot: str = Field("outbox_relay", description="Replication slot; created by the first `relay run`.")
-    publication: str = Field("outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`.")
+    publication: str = Field(
+        "outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`."
+    )
     wal_sender_timeout: Positive = Field(
-        15.0, description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over."
+        15.0,
+        description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over.",
     )
 
     @field_validator("slot")
@@ -173,9 +177,9 @@ class Columns(Section):
 
 class Outbox(Section):
     table: str = Field("public.outbox_events", description="Schema-qualified name, as Postgres spells it.")
-    columns: Columns = Field(default_factory=lambda: Columns(), description="Names of the table's columns.")
+    columns: Columns = Field(default_factory=Columns, description="Names of the table's columns.")
     header_columns: dict[str, str] = Field(
-        default_factory=dict, description="Further columns to publish as headers: `header = \"column\"`."
+        default_factory=dict, description='Further columns to publish as headers: `header = "column"`.'
     )
 
     @field_validator("table")
@@ -215,7 +219,9 @@ class Routing(Section):
 
 class Stream(Section):
     name: str = Field(description="Name of the JetStream stream.")
-    subjects: Words = Field(description="Subjects of the stream; an event goes to the stream whose subject matches its topic.")
+    subjects: Words = Field(
+        description="Subjects of the stream; an event goes to the stream whose subject matches its topic."
+    )
     create: bool = Field(False, description="Create the stream when it is missing.")
     replicas: int = Field(1, ge=1, le=5, description="Replicas of a stream that the relay creates.")
     max_age: Duration = Field(0.0, description="Age limit of a stream that the relay creates; 0 keeps for ever.")
@@ -241,13 +247,15 @@ class JetStream(Section):
     mode: Literal["auto", "shared"] = Field("auto", description="How duplicates are prevented: see docs/guarantees.md.")
     ordering: Literal["strict", "relaxed"] = Field(
         "strict",
-        description="`strict` never has two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",
+        description="`strict`: never two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",
     )
     streams: Annotated[tuple[Stream, ...], BeforeValidator(_json)] = Field(
         (), description="Streams that the relay expects (or creates). Without any, the server's own streams are used."
     )
     domain: str | None = Field(None, description="JetStream domain.")
-    ack_timeout: Positive = Field(5.0, description="Longest wait for an acknowledgement before the connection is renewed.")
+    ack_timeout: Positive = Field(
+        5.0, description="Longest wait for an acknowledgement before the connection is renewed."
+    )
     connect_timeout: Positive = Field(5.0, description="Longest wait for a connection.")
     user: str | None = Field(None, description="User name.")
     password: SecretStr | None = Field(None, description="Password of the user.")
@@ -284,15 +292,25 @@ class SecretFile(Section):
 KafkaOption = bool | int | float | str | SecretFile
 
 
+def _local_kafka() -> dict[str, KafkaOption]:
+    return {"bootstrap.servers": "127.0.0.1:9092"}
+
+
 class Kafka(Section):
-    mode: Literal["idempotent"] = Field("idempotent", description="How duplicates are prevented: see docs/guarantees.md.")
+    mode: Literal["idempotent"] = Field(
+        "idempotent", description="How duplicates are prevented: see docs/guarantees.md."
+    )
     create_topics: bool = Field(False, description="Create topics that are missing.")
     topics: Words = Field((), description="Topics to check (or create) at start; others are checked when first used.")
-    partitions: int = Field(-1, ge=-1, description="Partitions of topics that the relay creates; -1 is the broker's default.")
-    replication_factor: int = Field(-1, ge=-1, description="Replicas of topics that the relay creates; -1 is the broker's default.")
+    partitions: int = Field(
+        -1, ge=-1, description="Partitions of topics that the relay creates; -1 is the broker's default."
+    )
+    replication_factor: int = Field(
+        -1, ge=-1, description="Replicas of topics that the relay creates; -1 is the broker's default."
+    )
     connect_timeout: Positive = Field(10.0, description="Longest wait for the brokers' metadata.")
     options: Annotated[dict[str, KafkaOption], BeforeValidator(_json)] = Field(
-        default_factory=lambda: {"bootstrap.servers": "127.0.0.1:9092"},
+        default_factory=_local_kafka,
         description='librdkafka\'s own names, passed through; `{ file = "…" }` reads a secret. '
         "In the environment write `_` for `.`.",
     )
@@ -304,18 +322,21 @@ class Kafka(Section):
 
 class SinkSection(Section):
     kind: Literal["jetstream", "kafka", "console"] = Field("jetstream", description="The broker.")
-    jetstream: JetStream = Field(default_factory=lambda: JetStream(), description="NATS JetStream.")
-    kafka: Kafka = Field(default_factory=lambda: Kafka(), description="Kafka and what speaks its protocol.")
+    jetstream: JetStream = Field(default_factory=JetStream, description="NATS JetStream.")
+    kafka: Kafka = Field(default_factory=Kafka, description="Kafka and what speaks its protocol.")
 
 
 class Delivery(Section):
-    max_in_flight_events: int = Field(5000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most.")
+    max_in_flight_events: int = Field(
+        5000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most."
+    )
     max_in_flight_bytes: Size = Field(16 * 2**20, description="Bytes read but not yet acknowledged, at most.")
     max_batch_events: int = Field(500, ge=1, description="Events that travel together, at most.")
     backoff_initial: Positive = Field(1.0, description="First wait after a transient failure; doubles each time.")
     backoff_max: Positive = Field(60.0, description="Longest wait between two tries.")
     stalled_after: Positive = Field(
-        30.0, description="Unready when the oldest unacknowledged event is older than this, or Postgres silent for longer."
+        30.0,
+        description="Unready when the oldest unacknowledged event is older than this, or Postgres silent for longer.",
     )
     shutdown_timeout: Positive = Field(10.0, description="Longest drain after SIGTERM; what is left is redelivered.")
 
@@ -328,12 +349,16 @@ class Delivery(Section):
 
 class Checkpoint(Section):
     interval: Positive = Field(1.0, description="How often progress is saved, then confirmed to Postgres.")
-    history_interval: Positive = Field(60.0, description="How often (LSN, snapshot) is kept for replays, while events move.")
+    history_interval: Positive = Field(
+        60.0, description="How often (LSN, snapshot) is kept for replays, while events move."
+    )
     history_retention: Positive = Field(7 * 86400.0, description="How long the history is kept.")
 
 
 class Admin(Section):
-    listen: str = Field("127.0.0.1:9464", description='Address of health, metrics and status over HTTP; "" switches it off.')
+    listen: str = Field(
+        "127.0.0.1:9464", description='Address of health, metrics and status over HTTP; "" switches it off.'
+    )
 
     @field_validator("listen")
     @classmethod
@@ -351,18 +376,18 @@ class Log(Section):
 class Config(Section):
     """Everything, validated. Later sections never look anything up by themselves."""
 
-    relay: Relay = Field(default_factory=lambda: Relay(), description="Identity.")
-    database: Database = Field(default_factory=lambda: Database(), description="The Postgres primary.")
-    source: SourceSection = Field(default_factory=lambda: SourceSection(), description="How events are read.")
+    relay: Relay = Field(default_factory=Relay, description="Identity.")
+    database: Database = Field(default_factory=Database, description="The Postgres primary.")
+    source: SourceSection = Field(default_factory=SourceSection, description="How events are read.")
     outbox: Annotated[tuple[Outbox, ...], BeforeValidator(_json)] = Field(
         default_factory=lambda: (Outbox(),), description="The outbox tables, a block each."
     )
-    routing: Routing = Field(default_factory=lambda: Routing(), description="Where events go, and in which form.")
-    sink: SinkSection = Field(default_factory=lambda: SinkSection(), description="The broker.")
-    delivery: Delivery = Field(default_factory=lambda: Delivery(), description="Windows, retries, draining.")
-    checkpoint: Checkpoint = Field(default_factory=lambda: Checkpoint(), description="Saving progress.")
-    admin: Admin = Field(default_factory=lambda: Admin(), description="HTTP endpoints.")
-    log: Log = Field(default_factory=lambda: Log(), description="Logging.")
+    routing: Routing = Field(default_factory=Routing, description="Where events go, and in which form.")
+    sink: SinkSection = Field(default_factory=SinkSection, description="The broker.")
+    delivery: Delivery = Field(default_factory=Delivery, description="Windows, retries, draining.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving progress.")
+    admin: Admin = Field(default_factory=Admin, description="HTTP endpoints.")
+    log: Log = Field(default_factory=Log, description="Logging.")
 
     @field_validator("outbox")
     @classmethod
@@ -430,7 +455,9 @@ def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
         if len(path) == 1:
             section, _, key = path[0].partition("_")
             if section in sections and key:
-                faults.append(f"{name}: write RELAY_{section.upper()}__{key.upper()} (two underscores after the section)")
+                faults.append(
+                    f"{name}: write RELAY_{section.upper()}__{key.upper()} (two underscores after the section)"
+                )
             elif section in sections:
                 tree[section] = environ[name]  # whole section as JSON, for lists such as RELAY_OUTBOX
             continue

@@ -13,7 +13,7 @@ from relay.lsn import LSN
 
 
 class Transaction(NamedTuple):
-    """The committed transaction an event came with. `stamp` is its part of the `relay-position` header, rendered once."""
+    """The committed transaction an event came with. `stamp` is its part of the `relay-position` header."""
 
     xid: int
     commit_lsn: int
@@ -48,7 +48,7 @@ class Event(NamedTuple):
     body: bytes | None  # None: a NULL payload in a bare body, a tombstone where the broker knows such a thing
     table: str
     transaction: Transaction
-    index: int  # among the transaction's events; (timeline, commit LSN, index) is the Position
+    ordinal: int  # among the transaction's events; (timeline, commit LSN, ordinal) is the Position
 
     def headers(self) -> list[tuple[str, bytes]]:
         return list(zip(self.header_names.names, self.header_values, strict=True))
@@ -59,7 +59,7 @@ class Batch:
     """Consecutive events that travel together, and how far the WAL is closed once they are acknowledged.
 
     `end_lsn` is the end of the last transaction that is complete with this batch (or of a keepalive, then `events` may
-    be empty). A batch cut inside a transaction carries the end of the one before: only whole transactions are confirmed.
+    be empty). A batch cut inside a transaction carries the end of the one before: only whole ones are confirmed.
     A sink that fails leaves in `events` only those it does not know to be durable.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class LSN(int):
-    """A 64-bit WAL position; `LSN(0)` means "none yet"."""
+    """A 64-bit WAL position; `NOWHERE` means "none yet"."""
 
     __slots__ = ()
 
@@ -32,3 +32,6 @@ class LSN(int):
 
     def __repr__(self) -> str:
         return f"LSN({self})"
+
+
+NOWHERE = LSN(0)

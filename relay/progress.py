@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from relay.lsn import LSN
+from relay.lsn import LSN, NOWHERE
 
 State = Literal["connecting", "standby", "streaming", "polling", "recovering", "parked", "draining", "stopped"]
 
@@ -37,10 +37,10 @@ class Progress:
     recoveries: int = 0
     checkpoints: int = 0
 
-    received_lsn: LSN = LSN(0)  # three stages, never one `lsn`
-    acknowledged_lsn: LSN = LSN(0)
-    confirmed_lsn: LSN = LSN(0)
-    server_lsn: LSN = LSN(0)  # the end of WAL at the last sample
+    received_lsn: LSN = NOWHERE  # three stages, never one `lsn`
+    acknowledged_lsn: LSN = NOWHERE
+    confirmed_lsn: LSN = NOWHERE
+    server_lsn: LSN = NOWHERE  # the end of WAL at the last sample
 
     in_flight_events: int = 0
     in_flight_bytes: int = 0
@@ -65,7 +65,9 @@ class Progress:
             return f"{self.state}: {self.last_error}" if self.last_error else self.state
         if self.oldest_in_flight is not None and now - self.oldest_in_flight > after:
             age = now - self.oldest_in_flight
-            return f"the oldest event waits for the broker since {age:.0f} s" + (f": {self.last_error}" if self.last_error else "")
+            return f"the oldest event waits for the broker since {age:.0f} s" + (
+                f": {self.last_error}" if self.last_error else ""
+            )
         if self.state == "streaming" and now - self.last_heard > after:
             return f"nothing heard from Postgres for {now - self.last_heard:.0f} s"
         return ""

@@ -26,10 +26,11 @@ class Sink(Protocol):
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         """Return when every event of the batch is durable, except the ones returned as rejected; raise otherwise.
 
-        Called in order, and may overlap: the part before the first await runs in the order of the calls. After the first
-        event that is not stored, nothing later of its key becomes durable until it is submitted again. A call that raises
-        leaves in `batch.events` only the events that are not known to be durable, and makes the others that are
-        unfinished raise too; the pipeline then opens the sink again and submits the unfinished batches in order.
+        Called in order, and may overlap: the part before the first await runs in the order of the calls. After the
+        first event that is not stored, nothing later of its key becomes durable until it is submitted again. A call
+        that raises leaves in `batch.events` only the events that are not known to be durable, and makes the others
+        that are unfinished raise too; the pipeline then opens the sink again and submits the unfinished batches in
+        order.
         """
         ...
 

@@ -64,13 +64,19 @@ def translate(exc: psycopg.Error) -> RelayError:
             "SELECT pg_reload_conf();  (separate quotes: one quoted list is taken as a single name)",
         )
     if state in _AUTH:
-        return AuthError(text, hint="check user, password and pg_hba.conf; sql/roles.sql has the grants the relay needs")
+        return AuthError(
+            text, hint="check user, password and pg_hba.conf; sql/roles.sql has the grants the relay needs"
+        )
     if state == "55006":
         return SlotBusy(text, hint="another relay (or a frozen one, until wal_sender_timeout) holds the slot")
     if state == "42704" and "replication slot" in text:
-        return SlotLost(text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot")
+        return SlotLost(
+            text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot"
+        )
     if state == "55000" and ("replication slot" in text or "invalidated" in text):
-        return SlotLost(text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot")
+        return SlotLost(
+            text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot"
+        )
     if state == "3D000":
         return SetupError(text, hint="check the database's name in database.dsn")
     if state == "53300" or state in _GONE or state.startswith("08"):

@@ -1,0 +1,99 @@
+"""The table contract: which column plays which part, for one outbox table.
+
+`Mapping` says it by name (from the config); `Binding` by position (from what Postgres says the table looks like now).
+A row is a list of text cells in the order of `FIELDS`, then the header columns: from the WAL and from a SELECT alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relay.config import Outbox
+from relay.errors import ContractError
+
+FIELDS = (
+    "seq",
+    "id",
+    "aggregate_type",
+    "aggregate_id",
+    "event_type",
+    "topic",
+    "partition_key",
+    "payload",
+    "headers",
+    "created_at",
+)
+SEQ, ID, AGGREGATE_TYPE, AGGREGATE_ID, EVENT_TYPE = range(5)
+TOPIC, PARTITION_KEY, PAYLOAD, HEADERS, CREATED_AT = range(5, 10)
+
+Row = Sequence[bytes | None]
+
+UUID, JSON, JSONB, BYTEA = 2950, 114, 3802, 17
+TIMESTAMP, TIMESTAMPTZ = 1114, 1184
+NUMBERS = frozenset({20, 21, 23, 26, 5069})  # bigint, smallint, integer, oid, xid8
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One outbox table, by names."""
+
+    table: str
+    ordinal: int  # place in the config: identifies the table in positions
+    columns: tuple[str, ...]  # column of each part; "" where the table has none
+    header_names: tuple[str, ...]
+    xid_column: str
+    several: bool  # more than one table: ids that are not UUIDs get the table's name in front
+
+    @classmethod
+    def of(cls, outbox: Outbox, ordinal: int, *, several: bool) -> Mapping:
+        parts = tuple(getattr(outbox.columns, field) for field in FIELDS)
+        return cls(
+            table=outbox.table,
+            ordinal=ordinal,
+            columns=parts + tuple(outbox.header_columns.values()),
+            header_names=tuple(outbox.header_columns),
+            xid_column=outbox.columns.xid,
+            several=several,
+        )
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether rows can be found again in the table: that needs their transaction and their order."""
+        return bool(self.xid_column and self.columns[SEQ])
+
+    def bind(self, columns: Sequence[tuple[str, int]]) -> Binding:
+        """Find the parts in `columns` (name, type OID), the table's columns in Postgres' order."""
+        names = [name for name, _ in columns]
+        missing = [column for column in self.columns if column and column not in names]
+        if missing:
+            raise ContractError(
+                f"{self.table} has no column {', '.join(missing)} (it has {', '.join(names)})",
+                hint='name the right columns under [outbox.columns] ("" for a part that the table does not have), '
+                "or see that the publication has no column list that hides them",
+            )
+        # One column may play several parts (id as partition key, say): the first part's place holds the value.
+        first = {column: place for place, column in reversed(list(enumerate(self.columns))) if column}
+        types = dict(columns)
+        return Binding(
+            mapping=self,
+            slots=tuple(first.get(name, -1) for name in names),
+            width=len(self.columns),
+            copies=tuple((first[c], place) for place, c in enumerate(self.columns) if c and first[c] != place),
+            types=tuple(types[column] if column else 0 for column in self.columns),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One outbox table, by positions. Valid until Postgres announces the relation anew."""
+
+    mapping: Mapping
+    slots: tuple[int, ...]  # place in the row of each column, -1: not wanted
+    width: int
+    copies: tuple[tuple[int, int], ...]  # (from, to): parts that share a column
+    types: tuple[int, ...]  # type OID of each place, 0 where there is no column
+
+
+def mappings(outboxes: Sequence[Outbox]) -> tuple[Mapping, ...]:
+    return tuple(Mapping.of(outbox, i, several=len(outboxes) > 1) for i, outbox in enumerate(outboxes))
