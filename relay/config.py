@@ -419,6 +419,11 @@ class Config(Section):
         return shown
 
 
+def cache_folder() -> Path:
+    """Where downloads (the embedded Kafka's jars) are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pg-outbox-relay"
+
+
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (if any), lay the environment over it, validate. Raises ConfigError with all faults."""
     faults: list[str] = []

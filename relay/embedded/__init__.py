@@ -6,8 +6,9 @@ ports and data stay the same until `close()`. The calls block; nothing here is f
 
 from __future__ import annotations
 
+from relay.embedded.kafka import KafkaServer
 from relay.embedded.nats import NatsCluster, NatsServer
 from relay.embedded.postgres import PostgresServer
 from relay.embedded.process import EmbeddedError, Server
 
-__all__ = ["EmbeddedError", "NatsCluster", "NatsServer", "PostgresServer", "Server"]
+__all__ = ["EmbeddedError", "KafkaServer", "NatsCluster", "NatsServer", "PostgresServer", "Server"]

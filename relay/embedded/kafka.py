@@ -1,0 +1,158 @@
+"""A private Kafka: one KRaft node, broker and controller in one process, from jars that Maven fetches once.
+
+The jars lie in the user's cache folder under a name that follows from the POM, so a new version never meets old jars.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from relay.config import cache_folder
+from relay.embedded.process import EmbeddedError, Server, free_port
+
+# Kafka's own POM names no logging backend, and without one the broker says nothing, not even why it ends.
+_POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>relay</groupId>
+  <artifactId>embedded-kafka</artifactId>
+  <version>1</version>
+  <packaging>pom</packaging>
+  <dependencies>
+    <dependency>
+      <groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>4.3.1</version>
+    </dependency>
+    <dependency>
+      <groupId>org.apache.logging.log4j</groupId><artifactId>log4j-slf4j-impl</artifactId><version>2.24.3</version>
+    </dependency>
+    <dependency>
+      <groupId>org.apache.logging.log4j</groupId><artifactId>log4j-core</artifactId><version>2.24.3</version>
+    </dependency>
+  </dependencies>
+</project>
+"""
+
+_LOG4J = """rootLogger.level = warn
+rootLogger.appenderRef.console.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d %p %c{1}: %m%n
+"""
+
+
+class KafkaServer(Server):
+    """One node; `properties` override the server's; `fast_start=False` lets the JVM compile fully (benchmarks)."""
+
+    name = "kafka"
+
+    def __init__(self, properties: Mapping[str, str] | None = None, *, fast_start: bool = True) -> None:
+        self._java = _tool("java", "apt-get install openjdk-17-jre-headless")
+        self._jars = jars()
+        super().__init__()
+        self.port = free_port()
+        self.bootstrap = f"127.0.0.1:{self.port}"
+        self._cluster_id = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
+        self._fast_start = fast_start
+        self._properties = _properties(self.port, free_port(), self.folder / "data") | dict(properties or {})
+
+    def _prepare(self) -> None:
+        config = self.folder / "server.properties"
+        if config.exists():
+            return
+        config.write_text("".join(f"{name}={value}\n" for name, value in self._properties.items()))
+        (self.folder / "log4j2.properties").write_text(_LOG4J)
+        command = [*self._jvm(), "kafka.tools.StorageTool", "format", "-t", self._cluster_id, "-c", str(config)]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            config.unlink()
+            raise EmbeddedError("Kafka's storage could not be formatted", hint=(done.stderr or done.stdout).strip())
+
+    def _jvm(self) -> list[str]:
+        options = ["-Xms256m", "-Xmx512m", "-XX:+UseSerialGC"]
+        if self._fast_start:
+            options.append("-XX:TieredStopAtLevel=1")
+        log = f"-Dlog4j2.configurationFile=file:{self.folder / 'log4j2.properties'}"
+        return [self._java, *options, log, "-cp", f"{self._jars}/*"]
+
+    def _command(self) -> list[str]:
+        return [*self._jvm(), "kafka.Kafka", str(self.folder / "server.properties")]
+
+    def _ready(self) -> bool:
+        try:
+            # A look at the port first: librdkafka would log every refused connection.
+            socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+            return bool(AdminClient({"bootstrap.servers": self.bootstrap}).list_topics(timeout=2.0).brokers)
+        except (OSError, KafkaException):
+            return False
+
+
+def _properties(port: int, controller_port: int, data: Path) -> dict[str, str]:
+    return {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
+        "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "controller.listener.names": "CONTROLLER",
+        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+        "log.dirs": str(data),
+        "num.partitions": "4",
+        # After kill() the controller admits the broker again only when its old session is over; the default is 9 s.
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+        # With the default of three replicas, groups and transactions never become available on one node.
+        "offsets.topic.replication.factor": "1",
+        "offsets.topic.num.partitions": "1",
+        "transaction.state.log.replication.factor": "1",
+        "transaction.state.log.min.isr": "1",
+        "transaction.state.log.num.partitions": "1",
+        "share.coordinator.state.topic.replication.factor": "1",
+        "share.coordinator.state.topic.min.isr": "1",
+        "group.initial.rebalance.delay.ms": "0",
+        "auto.create.topics.enable": "false",
+    }
+
+
+@functools.cache
+def jars() -> Path:
+    """The folder with Kafka's jars; fetched by Maven when it is not there yet."""
+    folder = cache_folder() / f"kafka-{hashlib.sha256(_POM.encode()).hexdigest()[:12]}"
+    if folder.exists():
+        return folder
+    maven = _tool("mvn", "apt-get install maven")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as partial:
+        (Path(partial) / "pom.xml").write_text(_POM)
+        goal = ["dependency:copy-dependencies", "-DincludeScope=runtime", "-DoutputDirectory=libs"]
+        done = subprocess.run(  # noqa: S603
+            [maven, "-q", "-B", *goal], cwd=partial, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise EmbeddedError("Maven could not fetch Kafka's jars", hint=(done.stdout or done.stderr).strip()[-2000:])
+        try:
+            os.replace(Path(partial) / "libs", folder)  # noqa: PTH105 - fails, rather than nests, when it exists
+        except OSError:
+            if not folder.exists():  # else somebody else was faster, with the same jars
+                raise
+    return folder
+
+
+def _tool(name: str, install: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise EmbeddedError(f"{name} is not installed; the embedded Kafka needs it", hint=install)
+    return found
