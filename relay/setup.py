@@ -1,0 +1,325 @@
+"""`relay setup`: makes what the relay needs in Postgres, from the files in sql/. Run it as often as you like.
+
+First everything is looked at, then a plan is made (pure), then it is carried out in one transaction; a dry run stops
+before that. It never drops or rewrites anything, and it never makes the slot: the first `relay run` does, because the
+publication must exist before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from psycopg import sql
+
+from relay.config import Columns, Config, Outbox
+from relay.errors import AuthError, ContractError, SetupError
+from relay.source.session import Session, connect, translated
+from relay.source.slot import (
+    PublicationInfo,
+    ServerInfo,
+    TableInfo,
+    fetch,
+    publication_info,
+    server_info,
+    split,
+    table_info,
+)
+
+RELAY_TABLES = ("outbox_relay_checkpoint", "outbox_relay_history", "outbox_dead_letters")
+VERSION = 5  # the highest numbered file
+_RELAY_VERSION = 2  # the highest file that changes the relay's own tables
+_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox_relay_setup', 0))"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that setup looked after. `sql` is what it ran, or would run."""
+
+    subject: str
+    action: Literal["created", "altered", "present", "warning"]
+    sql: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    name: str
+    exists: bool
+    replication: bool
+    granted: bool  # it has every right of sql/roles.sql already
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the database has before setup."""
+
+    server: ServerInfo
+    versions: Mapping[str, int]
+    relay_tables: frozenset[str]
+    schemas: frozenset[str]
+    outboxes: Mapping[str, TableInfo | None]  # by the configured name
+    growing: frozenset[str]  # outbox tables whose partitions setup keeps ahead
+    publication: PublicationInfo
+    role: Role | None
+
+
+async def setup(
+    config: Config, *, dry_run: bool = False, role: str | None = None, partitioned: bool = False
+) -> list[Step]:
+    """Make what is missing; returns what was done, or with `dry_run` what would be."""
+    session = await connect(config.database, "relay setup")
+    async with session:
+        if dry_run:
+            return plan(config, await look(session, config, role), partitioned=partitioned)
+        try:
+            with translated():
+                async with session.transaction():
+                    # A second setup waits here, and then finds everything present.
+                    await session.execute("SET LOCAL lock_timeout = '60s'")
+                    await session.execute(_LOCK)
+                    await session.execute("SET LOCAL lock_timeout = '10s'")
+                    steps = plan(config, await look(session, config, role), partitioned=partitioned)
+                    return [await _carry_out(session, step) for step in steps]
+        except AuthError as exc:
+            raise AuthError(
+                str(exc),
+                hint="run setup as the owner of the database and its outbox tables, "
+                "or give the output of `relay setup --dry-run` to somebody who is",
+            ) from exc
+
+
+async def _carry_out(session: Session, step: Step) -> Step:
+    if not step.sql:
+        return step
+    # Without parameters psycopg sends the text as it is, so that one step may be several statements.
+    cursor = await session.execute(step.sql.encode())
+    if step.action == "present":  # SQL that finds out by itself whether there is something to do
+        row = await cursor.fetchone()
+        return replace(step, action="altered") if row and row[0] else step
+    return step
+
+
+def script(steps: Sequence[Step]) -> str:
+    """The plan as a script to paste into psql."""
+    parts = [f"-- {step.subject}\n{step.sql.strip()}\n" for step in steps if step.sql]
+    notes = [f"-- note: {step.subject}: {step.note}\n" for step in steps if step.note]
+    body = "\n".join(parts) if parts else "-- nothing to do\n"
+    return "".join(notes) + ("BEGIN;\n\n" + body + "\nCOMMIT;\n" if parts else body)
+
+
+async def look(session: Session, config: Config, role: str | None) -> Found:
+    """Everything that the plan depends on."""
+    tables = [outbox.table for outbox in config.outbox]
+    versions: dict[str, int] = {}
+    if await table_info(session, "public.outbox_relay_version"):
+        versions = dict(await fetch(session, "SELECT component, version FROM public.outbox_relay_version"))
+    present = await fetch(
+        session,
+        "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relname = ANY(%s)",
+        list(RELAY_TABLES),
+    )
+    growing = await fetch(
+        session,
+        """
+        SELECT n.nspname || '.' || c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+        JOIN pg_proc f ON f.pronamespace = n.oid AND f.proname = 'outbox_add_partitions'
+        WHERE c.relkind = 'p' AND n.nspname || '.' || c.relname = ANY(%s)
+        """,
+        tables,
+    )
+    return Found(
+        server=await server_info(session),
+        versions=versions,
+        relay_tables=frozenset(name for (name,) in present),
+        schemas=frozenset(name for (name,) in await fetch(session, "SELECT nspname FROM pg_namespace")),
+        outboxes={table: await table_info(session, table) for table in tables},
+        growing=frozenset(name for (name,) in growing),
+        publication=await publication_info(session, config.source.publication),
+        role=await _look_at_role(session, role, tables) if role else None,
+    )
+
+
+async def _look_at_role(session: Session, role: str, tables: Sequence[str]) -> Role:
+    rows = await fetch(session, "SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = %s", role)
+    if not rows:
+        return Role(role, exists=False, replication=False, granted=False)
+    wanted = [("public", name, right) for name in RELAY_TABLES for right in ("SELECT", "INSERT", "UPDATE", "DELETE")]
+    wanted += [(*split(table), "SELECT") for table in tables] + [("public", "outbox_relay_version", "SELECT")]
+    schemas, names, rights = (list(part) for part in zip(*wanted, strict=True))
+    granted = await fetch(
+        session,
+        """
+        SELECT coalesce(bool_and(coalesce(has_schema_privilege(%s, n.oid, 'USAGE')
+                                          AND has_table_privilege(%s, c.oid, w.wanted), false)), false)
+        FROM unnest(%s::text[], %s::text[], %s::text[]) AS w (schema, name, wanted)
+        LEFT JOIN pg_namespace n ON n.nspname = w.schema
+        LEFT JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
+        """,
+        role,
+        role,
+        schemas,
+        names,
+        rights,
+    )
+    return Role(role, exists=True, replication=rows[0][0], granted=granted[0][0])
+
+
+def plan(config: Config, found: Found, *, partitioned: bool) -> list[Step]:
+    """What to do, in order. Raises when only a person can decide. Pure."""
+    _refuse(found)
+    steps = [_relay_tables(found)]
+    for outbox in config.outbox:
+        steps += _outbox(outbox, found, partitioned=partitioned)
+    steps += _publication(config, found)
+    if found.role:
+        steps += _role(found.role, config)
+    return steps
+
+
+def _refuse(found: Found) -> None:
+    if found.server.version_num < 140000:
+        raise SetupError(f"PostgreSQL {found.server.version} is too old", hint="the relay needs 14 or later")
+    if found.server.in_recovery:
+        raise SetupError("this server is a standby", hint="point database.dsn at the primary")
+    newer = [component for component, version in found.versions.items() if version > VERSION]
+    if newer:
+        raise SetupError(
+            f"the database was set up by a newer relay ({', '.join(sorted(newer))})", hint="upgrade this relay"
+        )
+
+
+def _relay_tables(found: Found) -> Step:
+    subject = "relay tables " + ", ".join(RELAY_TABLES)
+    missing = set(RELAY_TABLES) - found.relay_tables
+    if not missing and found.versions.get("relay", 0) >= _RELAY_VERSION:
+        return Step(subject, "present")
+    text = load("001_version.sql") + "\n" + load("002_relay_tables.sql")
+    return Step(subject, "altered" if found.relay_tables else "created", text)
+
+
+def _outbox(outbox: Outbox, found: Found, *, partitioned: bool) -> list[Step]:
+    schema, name = split(outbox.table)
+    subject = f"outbox table {outbox.table}"
+    table = found.outboxes[outbox.table]
+    if table is not None:
+        if partitioned and not table.partitioned:
+            return [Step(subject, "warning", note="exists and is not partitioned; it was left as it is")]
+        steps = [Step(subject, "present")]
+        if outbox.table in found.growing:
+            parent = sql.Literal(f"{_identifier(schema)}.{_identifier(name)}").as_string(None)
+            grow = f"SELECT {_identifier(schema)}.outbox_add_partitions({parent}::regclass);"
+            steps.append(Step(f"partitions of {outbox.table}", "present", grow))
+        return steps
+    if outbox.columns != Columns() or outbox.header_columns:
+        raise ContractError(
+            f"the table {outbox.table} does not exist, and its columns are not the default ones",
+            hint="create it with the columns that [outbox.columns] names, or remove that section "
+            "and let `relay setup` create the default table",
+        )
+    steps = []
+    if schema not in found.schemas:
+        steps.append(Step(f"schema {schema}", "created", f"CREATE SCHEMA IF NOT EXISTS {_identifier(schema)};"))
+    native = found.server.version_num >= 180000
+    if not native:
+        text = load("003_uuidv7.sql", {"schema": schema})
+        steps.append(Step(f"function {schema}.outbox_uuidv7()", "created", text))
+    variables = {
+        "schema": schema,
+        "table": name,
+        "component": f"outbox:{outbox.table}",
+        "xid_index": f"{name}_xid_idx",
+        "unpublished_index": f"{name}_unpublished_idx",
+        "id_index": f"{name}_id_idx",
+        "default_partition": f"{name}_default",
+    }
+    raw = {"uuidv7": "uuidv7()" if native else f"{_identifier(schema)}.outbox_uuidv7()"}
+    source = "004_outbox_events_partitioned.sql" if partitioned else "004_outbox_events.sql"
+    return [*steps, Step(subject, "created", load(source, variables, raw))]
+
+
+def _publication(config: Config, found: Found) -> list[Step]:
+    publication = found.publication
+    name = _identifier(publication.name)
+    subject = f"publication {publication.name}"
+    tables = [outbox.table for outbox in config.outbox]
+    if not publication.exists:
+        raw = {"tables": ", ".join(_qualified(table) for table in tables)}
+        return [Step(subject, "created", load("005_publication.sql", {"publication": publication.name}, raw))]
+    if not publication.insert:
+        raise SetupError(
+            f"the publication {publication.name} does not publish inserts",
+            hint=f"ALTER PUBLICATION {name} SET (publish = 'insert');",
+        )
+    for table in tables:
+        published = publication.tables.get(table)
+        if published and (published.row_filter or published.column_list):
+            what = "a row filter" if published.row_filter else "a column list"
+            raise SetupError(
+                f"the publication {publication.name} has {what} on {table}: events would be missing or incomplete",
+                hint=f"ALTER PUBLICATION {name} DROP TABLE {_qualified(table)}; "
+                f"ALTER PUBLICATION {name} ADD TABLE {_qualified(table)};  (in one transaction)",
+            )
+    statements = []
+    missing = [table for table in tables if table not in publication.tables]
+    if missing and not publication.all_tables:
+        statements.append(f"ALTER PUBLICATION {name} ADD TABLE {', '.join(_qualified(table) for table in missing)};")
+    if not publication.via_root and any(info and info.partitioned for info in found.outboxes.values()):
+        statements.append(f"ALTER PUBLICATION {name} SET (publish_via_partition_root = true);")
+    steps = [Step(subject, "altered" if statements else "present", "\n".join(statements))]
+    if publication.other_operations:
+        note = f"also publishes {', '.join(publication.other_operations)}, which the relay reads and throws away: "
+        steps.append(Step(subject, "warning", note=note + f"ALTER PUBLICATION {name} SET (publish = 'insert');"))
+    return steps
+
+
+def _role(role: Role, config: Config) -> list[Step]:
+    subject = f"role {role.name}"
+    name = _identifier(role.name)
+    if not role.exists:
+        note = f"has no password yet: ALTER ROLE {name} PASSWORD '…';"
+        steps = [Step(subject, "created", f"CREATE ROLE {name} LOGIN REPLICATION;", note)]
+    elif not role.replication:
+        steps = [Step(subject, "altered", f"ALTER ROLE {name} REPLICATION;")]
+    else:
+        steps = [Step(subject, "present")]
+    if role.granted:
+        return [*steps, Step(f"rights of {role.name}", "present")]
+    grants = []
+    for outbox in config.outbox:
+        schema, table = split(outbox.table)
+        grants.append(load("roles.sql", {"role": role.name, "schema": schema, "table": table}))
+    return [*steps, Step(f"rights of {role.name}", "altered", "\n".join(grants))]
+
+
+def load(name: str, variables: Mapping[str, str] | None = None, raw: Mapping[str, str] | None = None) -> str:
+    """A file of sql/ with its psql variables: `:"name"` an identifier, `:'name'` a literal, `:name` from `raw` as it is."""
+    shipped = files("relay").joinpath("sql", name)
+    folder = Path(__file__).parent.parent / "sql"  # an editable install has them beside the package
+    text = shipped.read_text("utf-8") if shipped.is_file() else (folder / name).read_text("utf-8")
+    preamble, marker, body = text.partition("-- end of psql variables\n")
+    return fill(body.lstrip("\n") if marker else preamble, variables or {}, raw or {})
+
+
+def fill(text: str, variables: Mapping[str, str], raw: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        quote, name = match[1], match[2]
+        if quote == '"':
+            return _identifier(variables[name])
+        if quote == "'":
+            return sql.Literal(variables[name]).as_string(None)
+        return raw.get(name, match[0])
+
+    return re.sub(r"(?<!:):([\"']?)([a-z][a-z0-9_]*)\1", value, text)
+
+
+def _identifier(name: str) -> str:
+    return sql.Identifier(name).as_string(None)
+
+
+def _qualified(table: str) -> str:
+    return sql.Identifier(*split(table)).as_string(None)
