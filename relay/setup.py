@@ -297,7 +297,7 @@ def _role(role: Role, config: Config) -> list[Step]:
 
 
 def load(name: str, variables: Mapping[str, str] | None = None, raw: Mapping[str, str] | None = None) -> str:
-    """A file of sql/ with its psql variables: `:"name"` an identifier, `:'name'` a literal, `:name` from `raw` as it is."""
+    """A file of sql/ with its psql variables: `:"name"` an identifier, `:'name'` a literal, `:name` raw."""
     shipped = files("relay").joinpath("sql", name)
     folder = Path(__file__).parent.parent / "sql"  # an editable install has them beside the package
     text = shipped.read_text("utf-8") if shipped.is_file() else (folder / name).read_text("utf-8")

@@ -1,0 +1,218 @@
+"""`relay status`: how the relay stands, from Postgres alone; so it works while the relay is down, or not set up yet.
+
+It only reads. What it cannot know is None, never a guess: `pending` of a table without xid, `lag_bytes` without a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psycopg import sql
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relay import __version__
+from relay.config import Config, Outbox
+from relay.errors import SourceUnavailable
+from relay.lsn import LSN
+from relay.source.session import Session, connect
+from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, split, table_info
+
+_PHASES = {"stream": "streaming", "poll": "polling", "recover": "recovering", "new": "recovering", "parked": "parked"}
+_STYLES = {"streaming": "green", "polling": "yellow", "recovering": "yellow", "stopped": "red", "parked": "red"}
+
+
+async def status(config: Config) -> dict[str, Any]:
+    """The face of `relay status --json`; raises only when Postgres cannot be reached."""
+    # Counting a huge backlog must not keep the answer waiting for ever.
+    async with await connect(config.database, "relay status", options="-c statement_timeout=30s") as session:
+        server = await server_info(session)
+        slot = await slot_info(session, config.source.slot)
+        checkpoint = await _checkpoint(session, config.relay.name)
+        pending, oldest = await _backlog(session, config, checkpoint)
+        return {
+            "relay": config.relay.name,
+            "version": __version__,
+            "server": {"version": server.version, "database": server.database, "timeline": server.timeline},
+            "state": state_of(
+                locked=await _locked(session, config.relay.name),
+                slot_active=slot is not None and slot.active,
+                phase=checkpoint["phase"] if checkpoint else None,
+            ),
+            **_lag(server, slot, checkpoint),
+            "lag_seconds": oldest,
+            "pending": pending,
+            "dead_letters": await _dead_letters(session, config.relay.name),
+            "slot": _slot(server, slot, config.source.slot),
+            "checkpoint": {key: checkpoint[key] for key in ("lsn", "epoch", "updated_at", "phase")}
+            if checkpoint
+            else None,
+        }
+
+
+def state_of(*, locked: bool, slot_active: bool, phase: str | None) -> str:
+    """What the relay is doing, from the lock that it holds, its slot, and the phase that it saved. Pure."""
+    if not locked:
+        # Somebody else streams from our slot, or a dead relay's connection was not noticed yet: a new one stands by.
+        return "standby" if slot_active else "stopped"
+    state = _PHASES.get(phase or "new", "recovering")
+    # It holds the lock but does not stream: connecting, waiting for the broker, or making its slot.
+    return "recovering" if state == "streaming" and not slot_active else state
+
+
+def _lag(server: ServerInfo, slot: SlotInfo | None, checkpoint: dict[str, Any] | None) -> dict[str, Any]:
+    confirmed = slot.confirmed_flush_lsn if slot else None
+    if confirmed is None and checkpoint is not None and checkpoint["phase"] != "new":
+        confirmed = LSN.parse(checkpoint["lsn"])  # the slot is gone, but this much is published
+    return {
+        "confirmed_lsn": None if confirmed is None else str(confirmed),
+        "lag_bytes": None if confirmed is None else max(0, server.wal_lsn - confirmed),
+    }
+
+
+def _slot(server: ServerInfo, slot: SlotInfo | None, name: str) -> dict[str, Any]:
+    if slot is None:
+        keys = ("wal_status", "safe_wal_size", "active", "restart_lsn", "retained_bytes", "invalidation_reason")
+        return {"name": name, "exists": False, **dict.fromkeys(keys)}
+    return {
+        "name": name,
+        "exists": True,
+        "wal_status": slot.wal_status,
+        "safe_wal_size": slot.safe_wal_size,
+        "active": slot.active,
+        "restart_lsn": None if slot.restart_lsn is None else str(slot.restart_lsn),
+        "retained_bytes": None if slot.restart_lsn is None else max(0, server.wal_lsn - slot.restart_lsn),
+        "invalidation_reason": slot.invalidation_reason,
+    }
+
+
+async def _checkpoint(session: Session, relay: str) -> dict[str, Any] | None:
+    if not await _readable(session, "public.outbox_relay_checkpoint"):
+        return None
+    rows = await fetch(
+        session,
+        """
+        SELECT to_jsonb(c) || jsonb_build_object('lsn', c.lsn::text, 'snap', c.snap::text)
+        FROM public.outbox_relay_checkpoint c WHERE relay = %s
+        """,
+        relay,
+    )
+    found: dict[str, Any] | None = rows[0][0] if rows else None
+    return found
+
+
+async def _locked(session: Session, relay: str) -> bool:
+    # A bigint key is shown in halves, with objsubid 1.
+    rows = await fetch(
+        session,
+        """
+        SELECT EXISTS (
+            SELECT FROM pg_locks, hashtextextended('outbox_relay:' || %s, 0) AS key
+            WHERE locktype = 'advisory' AND granted AND objsubid = 1
+              AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+              AND classid::bigint = (key >> 32) & 4294967295 AND objid::bigint = key & 4294967295)
+        """,
+        relay,
+    )
+    return bool(rows[0][0])
+
+
+async def _dead_letters(session: Session, relay: str) -> int | None:
+    if not await _readable(session, "public.outbox_dead_letters"):
+        return None
+    query = "SELECT count(*) FROM public.outbox_dead_letters WHERE relay = %s AND state <> 'resolved'"
+    return int((await fetch(session, query, relay))[0][0])
+
+
+async def _readable(session: Session, table: str) -> bool:
+    info = await table_info(session, table)
+    return info is not None and info.can_select
+
+
+async def _backlog(
+    session: Session, config: Config, checkpoint: dict[str, Any] | None
+) -> tuple[int | None, float | None]:
+    """Rows that the checkpoint's snapshot does not see, and the age of the oldest; None where a table cannot tell.
+
+    Without a checkpoint nothing was published yet, so every row is pending.
+    """
+    total, oldest = 0, 0.0
+    snap = checkpoint["snap"] if checkpoint and checkpoint["phase"] != "new" else None
+    for outbox in config.outbox:
+        table = await table_info(session, outbox.table)
+        if table is None or not table.can_select or outbox.columns.xid not in table.columns:
+            return None, None
+        aged = outbox.columns.created_at in table.columns
+        try:
+            rows = await fetch(session, backlog_query(outbox, aged=aged, snap=snap))
+        except SourceUnavailable:  # took too long
+            return None, None
+        count, age = rows[0]
+        total += count
+        oldest = max(oldest, age or 0.0)
+    return total, oldest
+
+
+def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None) -> str:
+    """The predicate of "not visible in S" whose cost does not grow with a long transaction elsewhere."""
+    xid = sql.Identifier(outbox.columns.xid)
+    pending: sql.Composable = sql.SQL("true")
+    if snap is not None:
+        text = sql.Literal(snap)
+        pending = sql.SQL(
+            "({xid} >= pg_snapshot_xmax({snap}::pg_snapshot)"
+            " OR {xid} = ANY(ARRAY(SELECT pg_snapshot_xip({snap}::pg_snapshot))))"
+        ).format(xid=xid, snap=text)
+    age: sql.Composable = sql.SQL("NULL::float")
+    if aged:
+        column = sql.Identifier(outbox.columns.created_at)
+        age = sql.SQL("greatest(0, extract(epoch FROM now() - min({})))::float").format(column)
+    query = sql.SQL("SELECT count(*), {age} FROM {table} WHERE {pending}")
+    return query.format(age=age, table=sql.Identifier(*split(outbox.table)), pending=pending).as_string(None)
+
+
+def render(status: dict[str, Any]) -> RenderableType:
+    """For people."""
+    slot, checkpoint = status["slot"], status["checkpoint"]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("relay", f"{status['relay']} (version {status['version']})")
+    table.add_row("state", Text(status["state"], style=_STYLES.get(status["state"], "")))
+    table.add_row("confirmed", _shown(status["confirmed_lsn"]))
+    table.add_row("lag", f"{_bytes(status['lag_bytes'])}, oldest event {_seconds(status['lag_seconds'])}")
+    table.add_row("pending", _shown(status["pending"]))
+    table.add_row("dead letters", _shown(status["dead_letters"]))
+    if slot["exists"]:
+        lost = f", lost: {slot['invalidation_reason']}" if slot["invalidation_reason"] else ""
+        use = "in use" if slot["active"] else "not in use"
+        table.add_row("slot", f"{slot['name']}, {use}, WAL {_shown(slot['wal_status'])}{lost}")
+        table.add_row("WAL kept", f"{_bytes(slot['retained_bytes'])}, until lost {_bytes(slot['safe_wal_size'])}")
+    else:
+        table.add_row("slot", f"{slot['name']} does not exist (the first `relay run` makes it)")
+    if checkpoint:
+        at = (
+            f"{checkpoint['lsn']}, epoch {checkpoint['epoch']}, phase {checkpoint['phase']}, {checkpoint['updated_at']}"
+        )
+        table.add_row("checkpoint", at)
+    else:
+        table.add_row("checkpoint", "none yet")
+    return table
+
+
+def _shown(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    for unit, factor in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
+        if abs(count) >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f} s"
