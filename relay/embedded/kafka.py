@@ -66,7 +66,9 @@ class KafkaServer(Server):
         self.bootstrap = f"127.0.0.1:{self.port}"
         self._cluster_id = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
         self._fast_start = fast_start
-        self._properties = _properties(self.port, free_port(), self.folder / "data") | dict(properties or {})
+        self._properties = (
+            one_node(self.port, free_port()) | {"log.dirs": str(self.folder / "data")} | dict(properties or {})
+        )
 
     def _prepare(self) -> None:
         config = self.folder / "server.properties"
@@ -99,7 +101,8 @@ class KafkaServer(Server):
             return False
 
 
-def _properties(port: int, controller_port: int, data: Path) -> dict[str, str]:
+def one_node(port: int, controller_port: int) -> dict[str, str]:
+    """Properties of a broker that is its own controller, on loopback."""
     return {
         "process.roles": "broker,controller",
         "node.id": "1",
@@ -109,7 +112,6 @@ def _properties(port: int, controller_port: int, data: Path) -> dict[str, str]:
         "inter.broker.listener.name": "PLAINTEXT",
         "controller.listener.names": "CONTROLLER",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
-        "log.dirs": str(data),
         "num.partitions": "4",
         # After kill() the controller admits the broker again only when its old session is over; the default is 9 s.
         "broker.session.timeout.ms": "3000",
