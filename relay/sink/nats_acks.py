@@ -1,0 +1,162 @@
+"""Acknowledgements as JetStream sends them, pure: finding them in the incoming bytes, reading them, judging errors.
+
+`AckParser` stands in front of nats-py's protocol parser, because the way through it (regex per frame, a Msg, a queue, a
+task) costs more per event than everything else the relay does. It takes the leading run of our own acks out of what was
+read and hands everything else on, byte for byte. It must never see an ack twice, drop one, or touch foreign bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+import orjson
+
+from relay.errors import ProtocolError, RelayError, SetupError, SinkUnavailable
+
+AWAITING_CONTROL_LINE = 1  # nats.protocol.parser's state between two frames
+
+# Error codes of a PubAck. What is in no class is unknown: the relay stops rather than guesses.
+TRANSIENT = frozenset({10002, 10008, 10009, 10023, 10047, 10077, 10118, 10158, 10163, 10167})
+REJECTED = frozenset({10054, 10097})  # message larger than the stream takes; header block too large
+CONFIGURATION = {
+    10060: "the subject belongs to another stream than expected: check sink.jetstream.streams",
+    10109: "the stream is sealed: it takes nothing any more; publish to another one",
+    10174: "the stream does not allow batches",
+    10205: "the stream does not allow batches",
+}
+
+
+class InnerParser(Protocol):
+    """What we rely on in nats-py's parser; checked when the connection is opened."""
+
+    buf: bytearray
+    state: int
+
+    def parse(self, data: bytes = b"") -> Awaitable[None]: ...
+    def reset(self) -> None: ...
+
+
+class Ack(NamedTuple):
+    """JetStream's answer to one publish."""
+
+    stream: str
+    seq: int
+    duplicate: bool
+    code: int = 0  # err_code of an error, 0 for success
+    error: str = ""
+
+
+class AckParser:
+    """Takes the frames that are addressed to `<inbox>.<token>`; the rest goes to the inner parser.
+
+    on_acks(tokens): plain acknowledgements, many at a time. on_reply(token, status, payload): anything else for us.
+    """
+
+    def __init__(
+        self,
+        inner: InnerParser,
+        inbox: bytes,
+        on_acks: Callable[[list[bytes]], None],
+        on_reply: Callable[[bytes, bytes, bytes], None],
+    ) -> None:
+        self._inner = inner
+        self._on_acks = on_acks
+        self._on_reply = on_reply
+        self._tail = b""  # the beginning of a frame of ours whose end has not arrived yet
+        name = re.escape(inbox)
+        plain = (
+            rb"MSG %b\.(\d+) \d+ \d+\r\n"
+            rb'\{"stream":"[^"\\\r\n]+",(?: ?"domain":"[^"\\\r\n]*",)? ?"seq":[1-9]\d*\}\r\n' % name
+        )
+        self._plain = re.compile(plain)
+        self._run = re.compile(b"(?:" + plain.replace(rb"(\d+)", rb"\d+") + b")+")
+        self._head = re.compile(rb"H?MSG %b\.(\d+) \d+ (?:(\d+) )?(\d+)\r\n" % name)
+        self._starts = (b"MSG " + inbox + b".", b"HMSG " + inbox + b".")
+
+    def reset(self) -> None:
+        self._tail = b""
+        self._inner.reset()
+
+    async def parse(self, data: bytes = b"") -> None:
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        elif self._inner.buf or self._inner.state != AWAITING_CONTROL_LINE:
+            await self._inner.parse(data)  # in the middle of a frame of somebody else: its end is not ours to find
+            return
+        parts = self._plain.split(data)  # [before, token, between, token, …, rest]
+        if len(parts) > 1 and not any(parts[:-1:2]):
+            self._on_acks(parts[1::2])
+            data = parts[-1]
+        if data:
+            await self._frames(data)
+
+    async def _frames(self, data: bytes) -> None:
+        """Frame by frame, when there is more than plain acks."""
+        at = 0
+        while at < len(data):
+            if run := self._run.match(data, at):
+                self._on_acks(self._plain.findall(data, at, run.end()))
+                at = run.end()
+            elif head := self._head.match(data, at):
+                start, end = head.end(), head.end() + int(head[3])
+                if len(data) < end + 2:
+                    self._tail = data[at:]
+                    return
+                body = start + int(head[2] or 0)
+                self._on_reply(head[1], data[start:body][9:12], data[body:end])
+                at = end + 2
+            elif self._is_beginning(data[at : at + 4096]):
+                self._tail = data[at:]
+                return
+            else:
+                await self._inner.parse(data[at:])
+                return
+
+    def _is_beginning(self, data: bytes) -> bool:
+        """True for the beginning of a control line of ours; a whole line that did not match is not ours."""
+        return b"\n" not in data and any(s.startswith(data) or data.startswith(s) for s in self._starts)
+
+
+def read(status: bytes, payload: bytes) -> Ack:
+    """The answer in a reply's status and payload; raises ProtocolError if it is none."""
+    if status == b"503":
+        return Ack("", 0, duplicate=False, code=503, error="no responders")
+    try:
+        answer = orjson.loads(payload)
+        if error := answer.get("error"):
+            code = error.get("err_code") or error.get("code") or -1
+            return Ack("", 0, duplicate=False, code=int(code), error=str(error.get("description", "")))
+        return Ack(str(answer["stream"]), int(answer["seq"]), duplicate=bool(answer.get("duplicate", False)))
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
+        raise ProtocolError(f"JetStream answered a publish with {status + b' ' + payload[:200]!r}") from None
+
+
+def judge(ack: Ack, subject: str) -> RelayError | str | None:
+    """What an answer means. None: stored. Text: the event is rejected for that reason. An error: all must stop."""
+    if ack.code == 0:
+        if ack.seq > 0:
+            return None
+        return SinkUnavailable(f"JetStream holds the id of an event on {subject} without having stored it (seq 0)")
+    if ack.code == 503:
+        return SinkUnavailable(
+            f"nobody answers on subject {subject}: its stream has no leader at the moment, or no stream listens on it",
+            hint="if this stays, check that a stream with this subject exists (nats stream ls)",
+        )
+    text = f"{ack.error} ({ack.code})"
+    if ack.code in REJECTED:
+        return f"JetStream: {text}"
+    if ack.code in TRANSIENT:
+        return SinkUnavailable(f"JetStream refuses {subject} for now: {text}")
+    if hint := CONFIGURATION.get(ack.code):
+        return SetupError(f"JetStream refuses {subject}: {text}", hint=hint)
+    return ProtocolError(f"JetStream answered {subject} with an unknown error: {text}")
+
+
+def again(error: RelayError) -> RelayError:
+    """The same error as a new object: one raised from several places would collect their tracebacks."""
+    copy = error.__class__.__new__(error.__class__)
+    RelayError.__init__(copy, str(error), hint=error.hint)
+    return copy

@@ -1,0 +1,153 @@
+"""The streams that events go to: checked or created at start, looked up by topic. Never changes an existing stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relay.config import JetStream, Stream
+from relay.errors import SetupError, SinkUnavailable
+from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.subjects import covers
+
+log = logging.getLogger("relay.sink.nats")
+
+_NOT_FOUND = 10059
+_NAME_IN_USE = 10058
+_NOT_ENABLED = (10039, 10076)
+
+
+@dataclass(slots=True)
+class StreamState:
+    """What the sink knows of one stream."""
+
+    name: str
+    subjects: tuple[str, ...]
+    refusal: str | None  # why nothing can be published to it
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> StreamState:
+        refusal = None
+        if config.get("sealed"):
+            refusal = "it is sealed"
+        elif config.get("mirror"):
+            refusal = "it is a mirror"
+        elif config.get("no_ack"):
+            refusal = "it does not acknowledge (no_ack)"
+        elif config.get("allow_msg_counter"):
+            refusal = "it is a counter"
+        return cls(config["name"], tuple(config.get("subjects") or ()), refusal)
+
+
+class Streams:
+    """Topic → stream, over the configured streams, or without any over all that the server has."""
+
+    def __init__(self, config: JetStream) -> None:
+        self._configured = config.streams
+        self._prefix = f"$JS.{config.domain}.API" if config.domain else "$JS.API"
+        self._known: list[StreamState] = []
+
+    async def load(self, connection: NatsConnection) -> None:
+        """Read the streams from the server; create what is missing and may be created."""
+        try:
+            if self._configured:
+                self._known = [await self._expected(connection, stream) for stream in self._configured]
+            else:
+                self._known = await self._all(connection)
+        except ApiError as exc:
+            raise _translated(exc) from None
+
+    def find(self, topic: str) -> StreamState:
+        """The stream of a topic. Raises SetupError if there is none, or if it takes nothing."""
+        for stream in self._known:
+            for subject in stream.subjects:
+                if covers(subject, topic):
+                    if stream.refusal:
+                        raise SetupError(
+                            f"stream {stream.name} cannot take events on {topic}: {stream.refusal}",
+                            hint="publish to another stream, or recreate this one",
+                        )
+                    return stream
+        listed = "; ".join(f"{stream.name}: {', '.join(stream.subjects) or '-'}" for stream in self._known[:10])
+        where = "of the configured streams" if self._configured else "on the server"
+        raise SetupError(
+            f"no stream for subject {topic}; the streams {where} have {listed or 'no subjects: there are none'}",
+            hint=f"add {topic!r}, or a wildcard that covers it, to a stream's subjects (nats stream edit)"
+            + (", and the stream to sink.jetstream.streams" if self._configured else ""),
+        )
+
+    async def _expected(self, connection: NatsConnection, stream: Stream) -> StreamState:
+        try:
+            answer = await connection.request(f"{self._prefix}.STREAM.INFO.{stream.name}")
+        except ApiError as exc:
+            if exc.err_code != _NOT_FOUND:
+                raise
+            if not stream.create:
+                subjects = ",".join(stream.subjects)
+                raise SetupError(
+                    f"stream {stream.name} does not exist",
+                    hint=f"set create = true for it in [[sink.jetstream.streams]], or run: "
+                    f"nats stream add {stream.name} --subjects '{subjects}' --defaults",
+                ) from None
+            answer = await self._create(connection, stream)
+        state = StreamState.of(answer["config"])
+        if state.refusal:
+            raise SetupError(
+                f"stream {state.name} cannot take events: {state.refusal}",
+                hint="name another stream, or recreate this one",
+            )
+        for subject in stream.subjects:
+            if not any(covers(real, subject) for real in state.subjects):
+                raise SetupError(
+                    f"stream {state.name} does not listen on {subject}; it has {', '.join(state.subjects) or '-'}",
+                    hint=f"nats stream edit {state.name} --subjects '{','.join((*state.subjects, subject))}', "
+                    "or correct sink.jetstream.streams",
+                )
+        return state
+
+    async def _create(self, connection: NatsConnection, stream: Stream) -> dict[str, Any]:
+        # The server refuses a dedupe window that is longer than the messages live.
+        window = min(stream.duplicate_window, stream.max_age) if stream.max_age else stream.duplicate_window
+        settings = {
+            "name": stream.name,
+            "subjects": list(stream.subjects),
+            "retention": "limits",
+            "storage": "file",
+            "discard": "old",
+            "num_replicas": stream.replicas,
+            "max_age": round(stream.max_age * 1e9),
+            "duplicate_window": round(window * 1e9),
+        }
+        try:
+            answer = await connection.request(f"{self._prefix}.STREAM.CREATE.{stream.name}", settings)
+        except ApiError as exc:
+            if exc.err_code == _NAME_IN_USE:  # somebody was faster, with other settings: theirs count
+                return await connection.request(f"{self._prefix}.STREAM.INFO.{stream.name}")
+            if exc.code < 500 and exc.err_code not in _NOT_ENABLED:
+                raise SetupError(
+                    f"stream {stream.name} cannot be created: {exc}", hint="correct it in [[sink.jetstream.streams]]"
+                ) from None
+            raise
+        log.info("created stream %s (%s)", stream.name, ", ".join(stream.subjects))
+        return answer
+
+    async def _all(self, connection: NatsConnection) -> list[StreamState]:
+        known: list[StreamState] = []
+        while True:
+            answer = await connection.request(f"{self._prefix}.STREAM.LIST", {"offset": len(known)})
+            page: Sequence[dict[str, Any]] = answer.get("streams") or ()
+            known += [StreamState.of(stream["config"]) for stream in page]
+            if not page or len(known) >= answer.get("total", 0):
+                return known
+
+
+def _translated(error: ApiError) -> SetupError | SinkUnavailable:
+    if error.err_code in _NOT_ENABLED:
+        return SetupError(
+            f"JetStream is not enabled for this account: {error}", hint="enable JetStream in the server's configuration"
+        )
+    if error.code >= 500:
+        return SinkUnavailable(f"JetStream refuses for now: {error}")
+    return SetupError(f"JetStream refuses the request: {error}")
