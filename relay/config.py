@@ -33,7 +33,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAME = re.compile(r"[a-z0-9_]{1,63}")
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_SECRET_OPTION = re.compile(r"password|secret|oauthbearer\.config|key\.pem|keystore\.pem|jaas|token$")
+_SECRET_OPTION = re.compile(r"password|secret|oauthbearer\.config|key\.pem|keystore\.pem|jaas|token$|passphrase")
 
 
 def _seconds(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _seconds(value: Any) -> Any:
 
 def _size(value: Any) -> Any:
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+)\s*([kmg]?i?b)?\s*", value, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d+)\s*((?:[kmg]i?)?b)?\s*", value, re.IGNORECASE)
         if not match:
             raise ValueError("not a size (write for example 512KB, 16MB, 1GiB)")
         return int(match[1]) * _SIZES[(match[2] or "").upper()]
@@ -72,8 +72,8 @@ def _json(value: Any) -> Any:
     return value
 
 
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
-Positive = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
@@ -111,7 +111,9 @@ class Database(Section):
             try:
                 conninfo_to_dict(value.get_secret_value())
             except ProgrammingError as exc:
-                raise ValueError(f"not a connection string: {str(exc).strip()}") from None
+                # libpq quotes what it could not read, and that may be a piece of the password.
+                reason = re.sub(r'"[^"]*"', '"…"', str(exc).strip())
+                raise ValueError(f"not a connection string: {reason}") from None
         return value
 
     @model_validator(mode="after")
@@ -243,7 +245,7 @@ class Tls(Section):
 
 
 class JetStream(Section):
-    servers: Words = Field(("nats://127.0.0.1:4222",), description="URLs of the servers.")
+    servers: Words = Field(("nats://127.0.0.1:4222",), repr=False, description="URLs of the servers.")
     mode: Literal["auto", "shared"] = Field("auto", description="How duplicates are prevented: see docs/guarantees.md.")
     ordering: Literal["strict", "relaxed"] = Field(
         "strict",
@@ -311,6 +313,7 @@ class Kafka(Section):
     connect_timeout: Positive = Field(10.0, description="Longest wait for the brokers' metadata.")
     options: Annotated[dict[str, KafkaOption], BeforeValidator(_json)] = Field(
         default_factory=_local_kafka,
+        repr=False,  # like `servers`, it may hold a secret in plain text
         description='librdkafka\'s own names, passed through; `{ file = "…" }` reads a secret. '
         "In the environment write `_` for `.`.",
     )
@@ -365,6 +368,8 @@ class Admin(Section):
     def _address(cls, value: str) -> str:
         if value and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]*):\d{1,5}", value):
             raise ValueError("write host:port, [ipv6]:port or :port")
+        if value and int(value.rpartition(":")[2]) > 65535:
+            raise ValueError("a port is at most 65535")
         return value
 
 
@@ -505,7 +510,7 @@ def read_secret(path: Path) -> str:
 def mask_dsn(dsn: str) -> str:
     """The DSN as key=value pairs, with secrets masked."""
     parts = conninfo_to_dict(dsn)
-    return make_conninfo("", **{k: "********" if k in {"password", "sslpassword"} else v for k, v in parts.items()})
+    return make_conninfo("", **{k: "********" if re.search("password|secret", k) else v for k, v in parts.items()})
 
 
 def mask_url(url: str) -> str:

@@ -5,7 +5,7 @@
     log.warning("sink.lost", error=exc, wait_seconds=2)   an exception under `error` brings its class and its hint
 
 INFO is a change of state, plus `relay.progress` every 30 seconds; WARNING is something the relay cures by itself;
-ERROR needs a person and says what to do under `hint`; DEBUG has a line per batch. No line per event, at any level.
+ERROR needs a person and says what to do under `hint`; DEBUG has a line per batch at most. None per event, ever.
 """
 
 from __future__ import annotations

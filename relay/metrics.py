@@ -55,8 +55,8 @@ _COUNTERS = (
     ("recovered_events", "relay_events_recovered", "Events published from the table."),
     ("duplicate_events", "relay_events_duplicate", "Events that the sink already held."),
     ("rejected_events", "relay_events_rejected", "Events that the sink can never take."),
-    ("publish_attempts", "relay_publish_attempts", "Batches handed to the sink, retries included."),
-    ("publish_failures", "relay_publish_failures", "Batches that the sink did not acknowledge; they are retried."),
+    ("publish_attempts", "relay_publish_attempts", "Events handed to the sink, retries included."),
+    ("publish_failures", "relay_publish_failures", "Events of batches that failed; they are tried again."),
     ("recoveries", "relay_recoveries", "Recoveries from the table."),
     ("checkpoints", "relay_checkpoints", "Checkpoints saved."),
 )
@@ -97,13 +97,11 @@ class Metrics:
             "relay_errors", "Errors by class (docs/operations.md).", [*self.labels, "error"], registry=self.registry
         )
 
-    def delivered(self, seconds: float) -> None:
-        """A batch was acknowledged this long after its oldest event's commit."""
-        self._delivery.observe(max(0.0, seconds))  # two machines, two clocks
-
-    def published(self, seconds: float) -> None:
-        """The sink took this long for a batch."""
-        self._publish.observe(seconds)
+    def observe(self, delivery: float | None, publish: float) -> None:
+        """A batch was acknowledged: so many seconds after its oldest event's commit, and after the sink got it."""
+        if delivery is not None:
+            self._delivery.observe(max(0.0, delivery))  # two machines, two clocks
+        self._publish.observe(publish)
 
     def failed(self, error: BaseException) -> None:
         """Something went wrong; counted by the class, which is the decision."""
