@@ -146,7 +146,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_misspelt_variable_is_a_fault(name: str, told: str) -> None:
-    assert told in "; ".join(faults(**{name: "x"}))
+    assert told in "; ".join(faults("", None, **{name: "x"}))
 
 
 def test_variables_of_others_are_none_of_our_business() -> None:
@@ -322,7 +322,7 @@ def test_no_text_breaks_the_parsers(text: str) -> None:
     for adapter in (_durations, _sizes):
         parsed: Any
         try:
-            parsed = adapter.validate_python(text)  # type: ignore[attr-defined]
+            parsed = adapter.validate_python(text)
         except ValidationError:
             continue
         assert parsed >= 0
@@ -364,6 +364,6 @@ def test_templates(template: str) -> None:
 )
 @pytest.mark.parametrize("key", ["topic", "fallback_topic", "key"])
 def test_a_wrong_template_is_named(key: str, template: str, told: str) -> None:
-    (fault,) = faults(**{f"RELAY_ROUTING__{key.upper()}": template})
+    (fault,) = faults("", None, **{f"RELAY_ROUTING__{key.upper()}": template})
     assert fault.startswith(f"routing.{key}: ")
     assert told in fault

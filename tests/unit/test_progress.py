@@ -13,7 +13,7 @@ NOW = 1000.0
 
 
 def streaming(**values: object) -> Progress:
-    progress = Progress(state="streaming", last_heard=NOW)
+    progress = Progress(state="streaming", last_heard=NOW, sink_down_since=None)
     for name, value in values.items():
         setattr(progress, name, value)
     return progress
@@ -32,6 +32,13 @@ def test_an_old_event_in_flight_is_stalled_and_the_reason_is_told() -> None:
     reason = streaming(oldest_in_flight=NOW - 45, last_error="connection refused").stalled(30, NOW)
     assert "broker" in reason
     assert "45 s" in reason
+    assert "connection refused" in reason
+
+
+def test_a_broker_that_stays_away_is_stalled_even_without_events() -> None:
+    assert streaming(sink_down_since=NOW - 29).stalled(30, NOW) == ""
+    reason = streaming(sink_down_since=NOW - 45, last_error="connection refused").stalled(30, NOW)
+    assert "broker" in reason
     assert "connection refused" in reason
 
 
