@@ -54,6 +54,13 @@ class Event(NamedTuple):
         return list(zip(self.header_names.names, self.header_values, strict=True))
 
 
+class Rejected(NamedTuple):
+    """An event that the sink can never take, and why."""
+
+    event: Event
+    reason: str
+
+
 @dataclass(slots=True)
 class Batch:
     """Consecutive events that travel together, and how far the WAL is closed once they are acknowledged.
@@ -67,14 +74,8 @@ class Batch:
     end_lsn: LSN
     size_bytes: int = 0
     received_at: float = 0.0  # monotonic
+    rejected: list[Rejected] = field(default_factory=list)  # rows that could not be routed
     count: int = field(init=False)  # events received, also when `events` shrinks through a retry
 
     def __post_init__(self) -> None:
         self.count = len(self.events)
-
-
-class Rejected(NamedTuple):
-    """An event that the sink can never take, and why."""
-
-    event: Event
-    reason: str

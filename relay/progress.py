@@ -46,6 +46,7 @@ class Progress:
     in_flight_bytes: int = 0
     oldest_in_flight: float | None = None  # when the oldest unacknowledged batch was received
     oldest_commit_at: float | None = None  # its first event's commit (Unix time)
+    sink_down_since: float | None = field(default_factory=time.monotonic)  # None: the sink is open
     last_heard: float = field(default_factory=time.monotonic)  # when Postgres last sent anything
     last_error: str = ""
     last_hint: str = ""
@@ -63,6 +64,8 @@ class Progress:
             return "standing by: another relay is active"
         if self.state not in ("streaming", "polling", "recovering", "draining"):
             return f"{self.state}: {self.last_error}" if self.last_error else self.state
+        if self.sink_down_since is not None and now - self.sink_down_since > after:
+            return f"the broker cannot be reached since {now - self.sink_down_since:.0f} s: {self.last_error}"
         if self.oldest_in_flight is not None and now - self.oldest_in_flight > after:
             age = now - self.oldest_in_flight
             return f"the oldest event waits for the broker since {age:.0f} s" + (

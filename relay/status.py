@@ -27,28 +27,31 @@ async def status(config: Config) -> dict[str, Any]:
     """The face of `relay status --json`; raises only when Postgres cannot be reached."""
     # Counting a huge backlog must not keep the answer waiting for ever.
     async with await connect(config.database, "relay status", options="-c statement_timeout=30s") as session:
-        server = await server_info(session)
-        slot = await slot_info(session, config.source.slot)
-        checkpoint = await _checkpoint(session, config.relay.name)
-        pending, oldest = await _backlog(session, config, checkpoint)
-        return {
-            "relay": config.relay.name,
-            "version": __version__,
-            "server": {"version": server.version, "database": server.database, "timeline": server.timeline},
-            "state": state_of(
-                locked=await _locked(session, config.relay.name),
-                slot_active=slot is not None and slot.active,
-                phase=checkpoint["phase"] if checkpoint else None,
-            ),
-            **_lag(server, slot, checkpoint),
-            "lag_seconds": oldest,
-            "pending": pending,
-            "dead_letters": await _dead_letters(session, config.relay.name),
-            "slot": _slot(server, slot, config.source.slot),
-            "checkpoint": {key: checkpoint[key] for key in ("lsn", "epoch", "updated_at", "phase")}
-            if checkpoint
-            else None,
-        }
+        return await read(session, config)
+
+
+async def read(session: Session, config: Config) -> dict[str, Any]:
+    """The same, on a session that is there already."""
+    server = await server_info(session)
+    slot = await slot_info(session, config.source.slot)
+    checkpoint = await _checkpoint(session, config.relay.name)
+    pending, oldest = await _backlog(session, config, checkpoint)
+    return {
+        "relay": config.relay.name,
+        "version": __version__,
+        "server": {"version": server.version, "database": server.database, "timeline": server.timeline},
+        "state": state_of(
+            locked=await _locked(session, config.relay.name),
+            slot_active=slot is not None and slot.active,
+            phase=checkpoint["phase"] if checkpoint else None,
+        ),
+        **_lag(server, slot, checkpoint),
+        "lag_seconds": oldest,
+        "pending": pending,
+        "dead_letters": await _dead_letters(session, config.relay.name),
+        "slot": _slot(server, slot, config.source.slot),
+        "checkpoint": {key: checkpoint[key] for key in ("lsn", "epoch", "updated_at", "phase")} if checkpoint else None,
+    }
 
 
 def state_of(*, locked: bool, slot_active: bool, phase: str | None) -> str:

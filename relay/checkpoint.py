@@ -1,0 +1,202 @@
+"""The checkpoint: what is done, what may be confirmed, and where that is saved.
+
+Every second or so the primary is sampled: (S, L) = (pg_current_snapshot(), pg_current_wal_insert_lsn()), in this order.
+A transaction visible in S has its commit record before L (the WAL insert precedes the removal from the list of running
+transactions). So when everything before L is acknowledged, everything visible in S is published: S is *promoted*.
+
+Saved are the acknowledged LSN and the newest promoted S, in one row of the same database, so that both travel with
+failover and point-in-time recovery. Only then is the LSN confirmed: slot.confirmed_flush_lsn <= checkpoint.lsn always.
+Nothing here may run on a standby: snapshots taken there do not list running transactions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+from relay.errors import SetupError, Superseded
+from relay.lsn import LSN
+from relay.source.session import Session, translated
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A pg_snapshot: which transactions (64-bit ids) were over when it was taken."""
+
+    xmin: int
+    xmax: int
+    running: frozenset[int] = frozenset()
+
+    @classmethod
+    def parse(cls, text: str) -> Snapshot:
+        try:
+            xmin, xmax, running = text.split(":")
+            return cls(int(xmin), int(xmax), frozenset(int(x) for x in running.split(",") if x))
+        except ValueError:
+            raise ValueError(f"not a pg_snapshot: {text!r}") from None
+
+    def __str__(self) -> str:
+        return f"{self.xmin}:{self.xmax}:{','.join(str(x) for x in sorted(self.running))}"
+
+    def sees(self, xid: int) -> bool:
+        return xid < self.xmin or (xid < self.xmax and xid not in self.running)
+
+    def widen(self, xid: int) -> int:
+        """The 64-bit id of a 32-bit one that is at most two thousand million away from this snapshot."""
+        wide = (self.xmax & ~0xFFFFFFFF) | xid
+        if wide - self.xmax > 0x7FFFFFFF:
+            return wide - 0x100000000
+        return wide if self.xmax - wide <= 0x7FFFFFFF else wide + 0x100000000
+
+
+EMPTY = Snapshot(3, 3)
+"""Sees nothing: 3 is the first transaction id a database hands out."""
+
+
+class Sample(NamedTuple):
+    snapshot: Snapshot
+    lsn: LSN
+
+
+class Samples:
+    """Samples that wait until everything before their LSN is acknowledged. Bounded: old ones are thinned out."""
+
+    def __init__(self, limit: int = 128) -> None:
+        self._waiting: deque[Sample] = deque()
+        self._limit = limit
+
+    def add(self, sample: Sample) -> None:
+        self._waiting.append(sample)
+        if len(self._waiting) > self._limit:
+            # Keep the ends: the oldest is the next to be promoted, the newest is where we want to get.
+            self._waiting = deque([*list(self._waiting)[:-1:2], self._waiting[-1]])
+
+    def promote(self, acknowledged: LSN) -> Sample | None:
+        """The newest sample that is covered now; it and all older ones are forgotten."""
+        promoted = None
+        while self._waiting and self._waiting[0].lsn <= acknowledged:
+            promoted = self._waiting.popleft()
+        return promoted
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The saved row."""
+
+    epoch: int
+    system_identifier: str
+    timeline: int
+    slot: str
+    lsn: LSN  # everything committed before this is published
+    snap: Snapshot  # every transaction visible here is published
+    snap_lsn: LSN  # end of WAL when snap was taken: behind it no transaction can be visible in snap
+    phase: str  # new | recover | stream
+    recovery: dict[str, Any] | None
+
+
+_COLUMNS = "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text"
+
+
+class CheckpointStore:
+    """The row of one relay. Every write is fenced by the epoch: a relay that was superseded saves nothing."""
+
+    def __init__(self, session: Session, relay: str) -> None:
+        self._session = session
+        self._relay = relay
+        self.epoch = 0
+
+    async def claim(self, system_identifier: str, timeline: int, slot: str) -> Checkpoint:
+        """Become the writer: raise the epoch, so that whoever wrote before cannot any more."""
+        with translated():
+            cursor = await self._session.execute(
+                "INSERT INTO outbox_relay_checkpoint AS c"
+                " (relay, epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase)"
+                " VALUES (%s, 1, %s, %s, %s, '0/0', %s::pg_snapshot, '0/0', 'new')"
+                f" ON CONFLICT (relay) DO UPDATE SET epoch = c.epoch + 1, updated_at = now() RETURNING {_COLUMNS}",
+                (self._relay, system_identifier, timeline, slot, str(EMPTY)),
+            )
+            row = await cursor.fetchone()
+        assert row is not None
+        checkpoint = _read(row)
+        self.epoch = checkpoint.epoch
+        return checkpoint
+
+    async def sample(self) -> Sample:
+        """(S, L) of now. One statement: its snapshot is taken before the LSN is read."""
+        with translated():
+            cursor = await self._session.execute(
+                "SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text"
+            )
+            row = await cursor.fetchone()
+        assert row is not None
+        return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
+
+    async def save(self, lsn: LSN, sample: Sample) -> None:
+        await self._update(
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, phase = 'stream', recovery = NULL",
+            (str(lsn), str(sample.snapshot), str(sample.lsn)),
+        )
+
+    async def save_recovery(self, recovery: dict[str, Any]) -> None:
+        await self._update("phase = 'recover', recovery = %s::jsonb", (orjson.dumps(recovery).decode(),))
+
+    async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
+        """Note where we run now: a new timeline after a promotion, a slot of another name."""
+        await self._update("system_identifier = %s, timeline = %s, slot = %s", (system_identifier, timeline, slot))
+
+    async def remember(self, lsn: LSN, sample: Sample, keep: float) -> None:
+        """A row of history, from which any later point can be replayed; old ones go."""
+        with translated():
+            await self._session.execute(
+                "INSERT INTO outbox_relay_history (relay, at, lsn, snap) VALUES (%s, now(), %s, %s::pg_snapshot)",
+                (self._relay, str(lsn), str(sample.snapshot)),
+            )
+            await self._session.execute(
+                "DELETE FROM outbox_relay_history WHERE relay = %s AND at < now() - make_interval(secs => %s)",
+                (self._relay, keep),
+            )
+
+    async def _update(self, assignments: str, values: tuple[Any, ...]) -> None:
+        with translated():
+            cursor = await self._session.execute(
+                f"UPDATE outbox_relay_checkpoint SET {assignments}, updated_at = now()"
+                " WHERE relay = %s AND epoch = %s".encode(),
+                (*values, self._relay, self.epoch),
+            )
+        if cursor.rowcount != 1:
+            raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
+
+
+def _read(row: tuple[Any, ...]) -> Checkpoint:
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery = row
+    return Checkpoint(
+        epoch=epoch,
+        system_identifier=system_identifier,
+        timeline=timeline,
+        slot=slot,
+        lsn=LSN.parse(lsn),
+        snap=Snapshot.parse(snap),
+        snap_lsn=LSN.parse(snap_lsn),
+        phase=phase,
+        recovery=orjson.loads(recovery) if recovery else None,
+    )
+
+
+def guard(checkpoint: Checkpoint, system_identifier: str, now: Sample) -> None:
+    """Refuse a checkpoint that does not belong to this server, or that is from its future."""
+    if checkpoint.phase == "new":
+        return
+    if checkpoint.system_identifier != system_identifier:
+        raise SetupError(
+            f"the checkpoint is of another server (system {checkpoint.system_identifier}, this is {system_identifier})",
+            hint=f"after pg_upgrade: UPDATE outbox_relay_checkpoint SET system_identifier = '{system_identifier}'; "
+            "after a dump and restore: delete the row, the relay then publishes the whole table",
+        )
+    if checkpoint.lsn > now.lsn or checkpoint.snap.xmax > now.snapshot.xmax:
+        raise SetupError(
+            f"the checkpoint ({checkpoint.lsn}, {checkpoint.snap}) is ahead of the server ({now.lsn}, {now.snapshot})",
+            hint="the row was copied from another server or edited; delete it to publish the whole table anew",
+        )

@@ -1,0 +1,170 @@
+"""The command line. Results go to stdout, talk to stderr; every failure is one sentence and a hint, never a traceback.
+
+Exit codes: 0 clean stop, 1 a failure that a restart may cure, 2 bad configuration or usage, 3 an operator is needed.
+Heavy modules are imported by the command that needs them: `relay run` publishes its first event the sooner for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from relay import __version__
+from relay.errors import ConfigError, RelayError
+
+if TYPE_CHECKING:
+    from relay.config import Config
+
+app = typer.Typer(
+    name="relay",
+    help="Moves events out of PostgreSQL exactly as they were committed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Configuration file; relay.toml if it exists.", metavar="FILE")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+T = TypeVar("T")
+
+
+@app.command()
+def run(
+    config: ConfigFile = None,
+    from_now: Annotated[
+        bool, typer.Option("--from-now", help="First start only: leave alone what the table holds already.")
+    ] = False,
+) -> None:
+    """Run the relay until SIGTERM or SIGINT; a second signal stops it without draining."""
+    from relay import log  # noqa: PLC0415
+
+    settings = _load(config)
+    log.configure(settings.log, sys.stdout)
+    _go(_run(settings, from_now=from_now))
+
+
+async def _run(settings: Config, *, from_now: bool) -> None:
+    import structlog  # noqa: PLC0415
+
+    from relay.app import Relay  # noqa: PLC0415
+
+    lines = structlog.get_logger("relay.cli")
+    loop = asyncio.get_running_loop()
+    asked = False
+    async with Relay(settings, from_now=from_now) as relay:
+
+        def signalled() -> None:
+            nonlocal asked
+            if asked:
+                lines.warning("relay.aborted")
+                relay.abort()
+            else:
+                asked = True
+                lines.info("relay.draining", in_flight_events=relay.progress.in_flight_events)
+                relay.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled)
+        lines.info("relay.started", version=__version__, name=settings.relay.name, admin_port=relay.admin.port)
+        try:
+            await relay.wait()
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+            raise RelayError("stopped without draining, by a second signal") from None
+    lines.info("relay.stopped", published_events=relay.progress.published_events)
+
+
+@app.command()
+def setup(
+    config: ConfigFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the SQL instead of running it.")] = False,
+    role: Annotated[str | None, typer.Option("--role", help="Also create this least-privilege login role.")] = None,
+    partitioned: Annotated[bool, typer.Option("--partitioned", help="Make the outbox table partitioned.")] = False,
+    json: Json = False,
+) -> None:
+    """Create what the relay needs in the database: tables and publication. Repeatable; never drops anything."""
+    from relay.setup import render, setup  # noqa: PLC0415
+
+    steps = _go(setup(_load(config), dry_run=dry_run, role=role, partitioned=partitioned))
+    _print(steps, render, json=json)
+
+
+@app.command()
+def check(config: ConfigFile = None, json: Json = False) -> None:
+    """Look at everything the relay needs, and say for each fault how to mend it. Exit code 3 if there is one."""
+    from relay.check import check, render  # noqa: PLC0415
+
+    findings = _go(check(_load(config)))
+    _print(findings, render, json=json)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(3)
+
+
+@app.command()
+def status(config: ConfigFile = None, json: Json = False) -> None:
+    """Say where the relay is, from Postgres alone: works while the relay is down."""
+    from relay.status import render, status  # noqa: PLC0415
+
+    _print(_go(status(_load(config))), render, json=json)
+
+
+@app.command()
+def version(json: Json = False) -> None:
+    """Print the version."""
+    _print({"version": __version__}, lambda found: f"relay {found['version']}", json=json)
+
+
+def _load(path: Path | None) -> Config:
+    from relay.config import load  # noqa: PLC0415
+
+    default = Path("relay.toml")
+    with _Explained():
+        return load(path if path is not None else default if default.exists() else None)
+
+
+def _go(work: Coroutine[Any, Any, T]) -> T:
+    with _Explained():
+        return asyncio.run(work)
+
+
+def _print(value: Any, render: Any, *, json: bool) -> None:
+    if json:
+        import orjson  # noqa: PLC0415
+
+        typer.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
+    else:
+        from rich.console import Console  # noqa: PLC0415
+
+        Console(soft_wrap=True, highlight=False).print(render(value))
+
+
+class _Explained:
+    """Turns our errors into one sentence, a hint and an exit code."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RelayError):
+            faults = error.faults if isinstance(error, ConfigError) else [str(error)]
+            for fault in faults:
+                typer.echo(f"error: {fault}", err=True)
+            if error.hint:
+                typer.echo(f"hint: {error.hint}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(130) from None
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,275 @@
+"""The hall: source → sink → checkpoint → confirm. One straight line, and the only caller of `confirm`.
+
+Batches are published in order and overlap in a bounded window; they complete first-in first-out. Acknowledged is a
+prefix: it ends where the oldest unfinished batch begins. A full window stops the reading, nothing else (G8).
+When the sink fails, it is opened again, with backoff, and the unfinished batches are submitted again in order; the
+source stays connected meanwhile. Nothing is ever confirmed past an event that the sink has not acknowledged (G1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+import structlog
+
+from relay.backoff import Backoff
+from relay.checkpoint import CheckpointStore, Sample, Samples
+from relay.config import Checkpoint as CheckpointSection
+from relay.config import Delivery
+from relay.errors import EventRejected, RelayError, TransientError
+from relay.event import Batch, Rejected
+from relay.lsn import LSN
+from relay.metrics import Metrics
+from relay.progress import Progress
+from relay.sink import Sink
+from relay.source import Source
+
+log = structlog.get_logger("relay.pipeline")
+
+_IDLE_WAL = 1 << 20
+"""An idle outbox saves its checkpoint only after so much foreign WAL: our own row's WAL must not keep it busy."""
+
+
+class _Pending:
+    """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
+
+    __slots__ = ("batch", "submitted_at", "task")
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
+        self.submitted_at = 0.0
+
+
+class Pipeline:
+    """Moves batches from a source into the sink. One per session with Postgres."""
+
+    def __init__(self, sink: Sink, delivery: Delivery, progress: Progress, metrics: Metrics, start: LSN) -> None:
+        self._sink = sink
+        self._delivery = delivery
+        self._progress = progress
+        self._metrics = metrics
+        self._window: deque[_Pending] = deque()
+        self._filled = asyncio.Event()  # the window has something
+        self._emptied = asyncio.Event()  # the window has nothing
+        self._room = asyncio.Event()  # the window is not full
+        self._up = False  # the sink is open
+        self._reader: asyncio.Task[None] | None = None
+        self._emptied.set()
+        self._room.set()
+        self.acknowledged = start  # everything before it is durable in the broker
+        self.last_event_lsn = start  # end of the newest acknowledged batch that had events
+
+    async def run(self, source: Source) -> None:
+        """Until the source ends, fails, or `stop` is called; then drains the window before it returns or raises."""
+        async with asyncio.TaskGroup() as group:
+            completer = group.create_task(self._complete(group))
+            self._reader = group.create_task(self._read(source.batches(), group))
+            await asyncio.wait((self._reader,))
+            failure = None if self._reader.cancelled() else self._reader.exception()
+            if failure is None or isinstance(failure, TransientError):
+                # What was handed on before the source failed shall not come twice: wait for its acknowledgements.
+                try:
+                    await asyncio.wait_for(self._emptied.wait(), self._delivery.shutdown_timeout)
+                except TimeoutError:
+                    log.warning("window.abandoned", events=self._progress.in_flight_events)
+            completer.cancel()
+            for pending in self._window:
+                if pending.task is not None:
+                    pending.task.cancel()
+
+    def stop(self) -> None:
+        """Read no more; `run` drains and returns."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
+        progress, delivery, window = self._progress, self._delivery, self._window
+        async for batch in batches:
+            if batch.rejected:
+                self._reject(batch.rejected)
+            if not batch.events:
+                # A position without events takes effect with whatever stands before it.
+                if window:
+                    window[-1].batch.end_lsn = batch.end_lsn
+                else:
+                    self._advance(batch.end_lsn)
+                continue
+            while (
+                progress.in_flight_events >= delivery.max_in_flight_events
+                or progress.in_flight_bytes >= delivery.max_in_flight_bytes
+            ):
+                self._room.clear()
+                await self._room.wait()
+            pending = _Pending(batch)
+            if not window:
+                progress.oldest_in_flight = batch.received_at
+                progress.oldest_commit_at = batch.events[0].transaction.committed_at
+                self._emptied.clear()
+                self._filled.set()
+            window.append(pending)
+            progress.in_flight_events += batch.count
+            progress.in_flight_bytes += batch.size_bytes
+            if self._up:
+                self._submit(pending, group)
+
+    def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
+        pending.submitted_at = time.monotonic()
+        pending.task = group.create_task(self._publish(pending.batch))
+        self._progress.publish_attempts += len(pending.batch.events)
+
+    async def _publish(self, batch: Batch) -> Sequence[Rejected] | RelayError:
+        try:
+            return await self._sink.publish(batch)
+        except RelayError as exc:
+            return exc
+
+    async def _complete(self, group: asyncio.TaskGroup) -> None:
+        """Open the sink, then finish batches first-in first-out; after a failure begin again."""
+        backoff = Backoff(self._delivery.backoff_initial, self._delivery.backoff_max)
+        while True:
+            try:
+                await self._sink.open()
+                self._up = True
+                self._progress.sink_down_since = None
+                log.info("sink.opened")
+                for pending in self._window:
+                    if pending.task is None:
+                        self._submit(pending, group)
+                await self._finish(backoff)
+            except TransientError as exc:
+                self._up = False
+                self._progress.sink_down_since = self._progress.sink_down_since or time.monotonic()
+                await self._settle()
+                await self._sink.close()
+                wait = backoff.next(random.random())  # noqa: S311  spreading, not secrecy
+                self._progress.sink_reconnects += 1
+                self._progress.last_error, self._progress.last_hint = str(exc), exc.hint
+                self._metrics.failed(exc)
+                log.warning(
+                    "sink.failed",
+                    error=exc,
+                    attempt=backoff.attempt,
+                    wait_seconds=round(wait, 3),
+                    unfinished_events=self._progress.in_flight_events,
+                )
+                await asyncio.sleep(wait)
+
+    async def _finish(self, backoff: Backoff) -> None:
+        progress, metrics, window = self._progress, self._metrics, self._window
+        while True:
+            while not window:
+                self._filled.clear()
+                await self._filled.wait()
+            pending = window[0]
+            assert pending.task is not None
+            outcome = await pending.task
+            if isinstance(outcome, RelayError):
+                progress.publish_failures += len(pending.batch.events)
+                raise outcome
+            if outcome:
+                self._reject(outcome)
+            window.popleft()
+            batch = pending.batch
+            progress.in_flight_events -= batch.count
+            progress.in_flight_bytes -= batch.size_bytes
+            progress.published_events += batch.count
+            progress.published_bytes += batch.size_bytes
+            if backoff.attempt or progress.last_error:
+                backoff.reset()
+                progress.last_error = progress.last_hint = ""
+            committed_at = batch.events[0].transaction.committed_at if batch.events else 0.0
+            delivery = time.time() - committed_at if committed_at else None
+            metrics.observe(delivery, time.monotonic() - pending.submitted_at)
+            self.last_event_lsn = batch.end_lsn
+            self._advance(batch.end_lsn)
+            if window:
+                head = window[0].batch
+                progress.oldest_in_flight = head.received_at
+                progress.oldest_commit_at = head.events[0].transaction.committed_at if head.events else None
+            else:
+                progress.oldest_in_flight = progress.oldest_commit_at = None
+                self._emptied.set()
+            self._room.set()
+
+    async def _settle(self) -> None:
+        """Wait until no publish is under way; batches that finished meanwhile stay finished."""
+        tasks = [pending.task for pending in self._window if pending.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+        for pending in self._window:
+            if pending.task is not None and isinstance(pending.task.result(), RelayError):
+                pending.task = None
+
+    def _advance(self, lsn: LSN) -> None:
+        if lsn > self.acknowledged:
+            self.acknowledged = self._progress.acknowledged_lsn = lsn
+
+    def _reject(self, rejected: Sequence[Rejected]) -> None:
+        """The policy for what the sink can never take: stop, and name it. Nothing after it is confirmed."""
+        self._progress.rejected_events += len(rejected)
+        event, reason = rejected[0]
+        more = f" (and {len(rejected) - 1} more)" if len(rejected) > 1 else ""
+        raise EventRejected(
+            f"event {event.id.decode(errors='replace')!r} of {event.table} cannot be published: {reason}{more}",
+            hint="correct what the reason names (a larger limit of the broker, the routing, the configuration), then "
+            "start the relay again: it continues with this event",
+        )
+
+
+class Checkpointer:
+    """Saves what is done, then confirms it. Runs on the session that holds the lock, as its sign of life."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        pipeline: Pipeline,
+        source: Source,
+        progress: Progress,
+        settings: CheckpointSection,
+        saved: tuple[LSN, Sample],
+    ) -> None:
+        self._store = store
+        self._pipeline = pipeline
+        self._source = source
+        self._progress = progress
+        self._settings = settings
+        self._samples = Samples()
+        self._saved_lsn, self._promoted = saved
+        self._saved_sample_lsn = self._promoted.lsn
+        self._remembered_at = time.monotonic()
+        self._remembered_events = progress.published_events
+
+    async def tick(self) -> None:
+        """Sample; promote what is covered; save and confirm if anything of ours moved."""
+        sample = await self._store.sample()
+        self._progress.server_lsn = sample.lsn
+        self._samples.add(sample)
+        self._promoted = self._samples.promote(self._pipeline.acknowledged) or self._promoted
+        await self.save()
+
+    async def save(self) -> None:
+        acknowledged = self._pipeline.acknowledged
+        events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
+        if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
+            return
+        if acknowledged == self._saved_lsn and self._promoted.lsn == self._saved_sample_lsn:
+            return
+        await self._store.save(acknowledged, self._promoted)
+        self._saved_lsn, self._saved_sample_lsn = acknowledged, self._promoted.lsn
+        self._progress.checkpoints += 1
+        await self._source.confirm(acknowledged)
+        self._progress.confirmed_lsn = acknowledged
+        await self._remember()
+
+    async def _remember(self) -> None:
+        now = time.monotonic()
+        published = self._progress.published_events
+        if published == self._remembered_events or now - self._remembered_at < self._settings.history_interval:
+            return
+        self._remembered_at, self._remembered_events = now, published
+        await self._store.remember(self._saved_lsn, self._promoted, self._settings.history_retention)

@@ -1,0 +1,163 @@
+"""A walsender session: the streaming replication protocol on psycopg's `pq` level (psycopg 3 has no API for it).
+
+It moves bytes and knows nothing of events. It never confirms by itself: `send_status` says exactly what it is told.
+Protocol: "Streaming Replication Protocol" in the PostgreSQL manual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from struct import Struct
+from typing import NamedTuple
+
+import psycopg
+from psycopg import AsyncConnection, pq
+from psycopg.errors import Diagnostic, error_from_result
+from psycopg.rows import TupleRow
+
+from relay.config import Database
+from relay.errors import AuthError, RelayError, SetupError, SourceUnavailable
+from relay.lsn import LSN
+from relay.source.session import PINNED, translate, translated
+
+_STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
+_PG_EPOCH = 946_684_800
+
+
+class Identity(NamedTuple):
+    """Which server this is: LSNs mean nothing outside of it."""
+
+    system_identifier: str
+    timeline: int
+    end_lsn: LSN  # end of WAL now
+    database: str
+
+
+class WalSender:
+    """One replication connection. After `start` it is in COPY BOTH mode until it is closed."""
+
+    def __init__(self, connection: AsyncConnection[TupleRow]) -> None:
+        self._connection = connection
+        self._pgconn: pq.abc.PGconn = connection.pgconn
+        self._fault: RelayError | None = None
+        connection.add_notice_handler(self._noticed)
+
+    @classmethod
+    async def connect(
+        cls, database: Database, application_name: str, *, timeout: float, lock_timeout: float
+    ) -> WalSender:
+        """Connect; `timeout` becomes wal_sender_timeout, so that Postgres frees the slot of a frozen relay."""
+        options = f"{PINNED} -c wal_sender_timeout={int(timeout * 1000)} -c lock_timeout={int(lock_timeout * 1000)}"
+        with translated():
+            try:
+                connection = await AsyncConnection.connect(
+                    database.conninfo(),
+                    autocommit=True,
+                    prepare_threshold=None,
+                    replication="database",
+                    connect_timeout=max(1, round(database.connect_timeout)),
+                    application_name=application_name,
+                    options=options,
+                    keepalives_idle=10,
+                    keepalives_interval=5,
+                    keepalives_count=3,
+                    tcp_user_timeout=30_000,
+                )
+            except psycopg.OperationalError as exc:
+                if "replication role" in str(exc) or "permission denied to start WAL sender" in str(exc):
+                    raise AuthError(
+                        " ".join(str(exc).split()), hint="as a superuser: ALTER ROLE <the relay's role> REPLICATION;"
+                    ) from exc
+                raise
+        return cls(connection)
+
+    async def identify(self) -> Identity:
+        with translated():
+            row = await (await self._connection.execute("IDENTIFY_SYSTEM")).fetchone()
+        assert row is not None
+        return Identity(str(row[0]), int(row[1]), LSN.parse(row[2]), str(row[3]))
+
+    async def create_slot(self, slot: str, plugin: str, *, failover: bool = False) -> LSN:
+        """Create the slot; returns its consistent point P: every commit from P on will be streamed.
+
+        Waits for all transactions that run now, in any database; `lock_timeout` bounds the wait (SourceUnavailable).
+        """
+        options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
+        with translated():
+            cursor = await self._connection.execute(
+                f'CREATE_REPLICATION_SLOT "{slot}" LOGICAL "{plugin}" {options}'.encode()
+            )
+            row = await cursor.fetchone()
+        assert row is not None
+        return LSN.parse(row[1])
+
+    async def start(self, slot: str, lsn: LSN, options: dict[str, str]) -> None:
+        """Begin to stream commits from `lsn` on. The caller has checked it: Postgres skips silently past its end."""
+        pairs = ", ".join(f"\"{key}\" '{value.replace(chr(39), chr(39) * 2)}'" for key, value in options.items())
+        with translated():
+            await self._connection.execute(f'START_REPLICATION SLOT "{slot}" LOGICAL {lsn} ({pairs})'.encode())
+        if self._pgconn.transaction_status != pq.TransactionStatus.ACTIVE:
+            raise SourceUnavailable("Postgres did not start the stream")
+        self._pgconn.nonblocking = 1
+
+    def pump(self) -> None:
+        """Take what the socket has, without waiting."""
+        try:
+            self._pgconn.consume_input()
+        except psycopg.Error as exc:
+            raise translate(exc) from exc
+
+    def receive(self) -> bytes | None:
+        """The next CopyData that `pump` has taken in; None when there is none."""
+        try:
+            size, data = self._pgconn.get_copy_data(1)
+        except psycopg.Error as exc:
+            raise translate(exc) from exc
+        if size > 0:
+            return bytes(data)
+        if self._fault is not None:
+            raise self._fault
+        if size == 0:
+            return None
+        result = self._pgconn.get_result()
+        if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
+            raise translate(error_from_result(result))
+        raise SourceUnavailable("Postgres ended the stream: it is shutting down, or the slot was dropped")
+
+    async def readable(self, timeout: float) -> bool:
+        """Wait until the socket has something; False after `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(timeout, _settle, future, False)
+        socket = self._pgconn.socket
+        loop.add_reader(socket, _settle, future, True)
+        try:
+            return await future
+        finally:
+            loop.remove_reader(socket)
+            timer.cancel()
+
+    def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
+        """Tell Postgres how far we are; `confirmed` is what it may forget. With `reply` it answers at once."""
+        now = int((time.time() - _PG_EPOCH) * 1_000_000)
+        try:
+            # A full send buffer drops this status; the next one, some seconds later, says it all again.
+            self._pgconn.put_copy_data(_STATUS.pack(b"r", received, confirmed, confirmed, now, reply))
+            self._pgconn.flush()
+        except psycopg.Error as exc:
+            raise translate(exc) from exc
+
+    def close(self) -> None:
+        """Drop the connection at once. Postgres frees the slot; what was not confirmed comes again."""
+        self._pgconn.finish()
+
+    def _noticed(self, notice: Diagnostic) -> None:
+        # Since PostgreSQL 18 a missing publication is only a warning: rows would be skipped silently, for ever.
+        if "skipped loading publication" in (notice.message_primary or ""):
+            self._fault = SetupError(f"Postgres says: {notice.message_primary}", hint="create it with `relay setup`")
+
+
+def _settle(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)
