@@ -1,0 +1,174 @@
+"""Making events for sinks, publishing as the pipeline does, and reading back with real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import nats
+from confluent_kafka import Consumer, TopicPartition
+from nats.js.api import ConsumerConfig, DeliverPolicy
+from nats.js.errors import NotFoundError
+
+from relay.errors import TransientError
+from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
+from relay.lsn import LSN
+from relay.sink import Sink
+
+_NAMES = ("id", "type", "aggregate-id", "seq")
+
+
+class Stored(NamedTuple):
+    """An event as a consumer sees it."""
+
+    topic: str
+    key: bytes | None
+    headers: dict[str, bytes]
+    body: bytes | None
+    partition: int = 0
+
+    @property
+    def id(self) -> bytes:
+        return self.headers["id"]
+
+    @property
+    def seq(self) -> int:
+        return int(self.headers["seq"])
+
+
+def make_event(
+    seq: int,
+    *,
+    topic: str = "events.test",
+    key: bytes | None = b"k",
+    body: bytes | None = b"{}",
+    headers: Mapping[str, bytes] | None = None,
+) -> Event:
+    """An event with a stable id: the same seq is the same event."""
+    extra = dict(headers or {})
+    event_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{topic}/{seq}")).encode()
+    return Event(
+        id=event_id,
+        topic=topic,
+        key=key,
+        header_names=HeaderNames.of((*_NAMES, *extra)),
+        header_values=(event_id, b"test.made", key or b"", b"%d" % seq, *extra.values()),
+        body=body,
+        table="public.outbox_events",
+        transaction=Transaction(xid=seq, commit_lsn=seq, committed_at=0.0, stamp=b"0/%X" % seq),
+        ordinal=0,
+    )
+
+
+def batch_of(events: Iterable[Event]) -> Batch:
+    listed = list(events)
+    return Batch(listed, LSN(listed[-1].transaction.commit_lsn), sum(len(event.body or b"") for event in listed))
+
+
+def batches_of(events: Sequence[Event], size: int) -> list[Batch]:
+    return [batch_of(events[at : at + size]) for at in range(0, len(events), size)]
+
+
+async def publish_overlapping(sink: Sink, batches: Sequence[Batch]) -> list[Rejected]:
+    """All at once, in order; what a sink may rely on."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(sink.publish(batch)) for batch in batches]
+    return [rejected for task in tasks for rejected in task.result()]
+
+
+async def publish_as_pipeline(
+    sink: Sink, batches: Iterable[Batch], *, window: int = 8
+) -> AsyncIterator[list[Rejected]]:
+    """A bounded window, completed first-in first-out; on a transient error open again, resubmit the rest in order.
+
+    Gives what was rejected, per round, so that the caller can break something in between.
+    """
+    todo = list(batches)
+    while todo:
+        now = todo[:window]
+        results = await asyncio.gather(*(sink.publish(batch) for batch in now), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, TransientError):
+                raise failure
+        unfinished = [batch for batch, result in zip(now, results, strict=True) if isinstance(result, BaseException)]
+        todo = unfinished + todo[window:]
+        yield [rejected for result in results if not isinstance(result, BaseException) for rejected in result]
+        if failures:
+            await _reopen(sink)
+
+
+async def _reopen(sink: Sink) -> None:
+    while True:
+        try:
+            return await sink.open()
+        except TransientError:
+            await asyncio.sleep(0.05)  # the pipeline's backoff, shortened
+
+
+def first_occurrences(stored: Iterable[Stored]) -> list[Stored]:
+    """What a consumer that dedupes by id sees."""
+    seen: dict[bytes, Stored] = {}
+    for item in stored:
+        seen.setdefault(item.id, item)
+    return list(seen.values())
+
+
+def order_per_key(stored: Iterable[Stored]) -> dict[bytes, list[int]]:
+    order: dict[bytes, list[int]] = defaultdict(list)
+    for item in stored:
+        order[item.headers["aggregate-id"]].append(item.seq)
+    return dict(order)
+
+
+def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Stored]:
+    """Everything that the topic holds at this moment, partition by partition."""
+    consumer = Consumer(
+        {"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False, "log_level": 0}
+    )
+    deadline = time.monotonic() + timeout
+    stored: list[Stored] = []
+    try:
+        for partition in consumer.list_topics(topic, timeout=timeout).topics[topic].partitions:
+            spot = TopicPartition(topic, partition, 0)
+            _, end = consumer.get_watermark_offsets(spot, timeout=timeout)
+            consumer.assign([spot])
+            position = 0
+            while position < end:
+                assert time.monotonic() < deadline, f"{topic}/{partition}: {position} of {end} read"
+                for message in consumer.consume(1000, timeout=0.2):
+                    assert message.error() is None, message.error()
+                    pairs = cast("list[tuple[str, bytes]]", message.headers() or [])
+                    headers = dict(pairs)
+                    stored.append(Stored(topic, message.key(), headers, message.value(), partition))
+                    position = (message.offset() or 0) + 1
+    finally:
+        consumer.close()
+    return stored
+
+
+async def read_jetstream(url: str, stream: str) -> list[Stored]:
+    """Everything that the stream holds at this moment."""
+    client = await nats.connect(url)
+    try:
+        js = client.jetstream()
+        total = (await js.stream_info(stream)).state.messages
+        stored: list[Stored] = []
+        if not total:
+            return stored
+        subscription = await js.subscribe(
+            "", stream=stream, ordered_consumer=True, config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
+        )
+        while len(stored) < total:
+            message = await subscription.next_msg(timeout=10)
+            headers = {name: value.encode() for name, value in (message.headers or {}).items()}
+            stored.append(Stored(message.subject, None, headers, message.data))
+        return stored
+    except NotFoundError:
+        return []
+    finally:
+        await client.close()
