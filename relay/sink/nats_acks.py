@@ -67,11 +67,11 @@ class AckParser:
         self._tail = b""  # the beginning of a frame of ours whose end has not arrived yet
         name = re.escape(inbox)
         plain = (
-            rb"MSG %b\.(\d+) \d+ \d+\r\n"
-            rb'\{"stream":"[^"\\\r\n]+",(?: ?"domain":"[^"\\\r\n]*",)? ?"seq":[1-9]\d*\}\r\n' % name
+            rb"MSG %b\.(\d++) \d++ \d++\r\n"
+            rb'\{"stream":"[^"\\\r\n]++",(?: ?"domain":"[^"\\\r\n]*+",)?+ ?+"seq":[1-9]\d*+\}\r\n' % name
         )
         self._plain = re.compile(plain)
-        self._run = re.compile(b"(?:" + plain.replace(rb"(\d+)", rb"\d+") + b")+")
+        self._run = re.compile(b"(?:" + plain.replace(rb"(\d++)", rb"\d++") + b")+")
         self._head = re.compile(rb"H?MSG %b\.(\d+) \d+ (?:(\d+) )?(\d+)\r\n" % name)
         self._starts = (b"MSG " + inbox + b".", b"HMSG " + inbox + b".")
 

@@ -14,6 +14,7 @@ import random
 import ssl
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ from relay.errors import AuthError, ConfigError, RelayError, SetupError, SinkUna
 from relay.sink.nats_acks import AckParser
 
 log = logging.getLogger("relay.sink.nats")
+
+Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
 
 _DENIED = "permissions violation for "
 _AUTH_WORDS = ("authorization violation", "authentication", "expired", "revoked", "nkey", "jwt")
@@ -63,7 +66,7 @@ class NatsConnection:
         self._connecting = True
         self._closed = False
         self._denied: list[str] = []
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[Frame] = deque()
         self._publisher: asyncio.Task[None] | None = None
         self.inbox = b""
         self.max_payload = 0
@@ -137,10 +140,10 @@ class NatsConnection:
         info = getattr(self._client, "_server_info", {})
         return bool(info.get("jetstream") or info.get("cluster") or self._config.domain)
 
-    def send(self, frames: list[bytes]) -> None:
+    def send(self, frames: list[Frame]) -> None:
         """Write whole frames, in order. Never waits: what the socket does not take yet is bounded by the window."""
         if self._wire is not None:
-            self._wire.write(b"".join(frames))
+            self._wire.write(b"".join(chain.from_iterable(frames)))
             return
         self._outbox.extend(frames)
         if self._publisher is None:
@@ -150,7 +153,7 @@ class NatsConnection:
         """The slow way out, for other transports: takes the frames apart again for nats-py."""
         try:
             while self._outbox:
-                line, rest = self._outbox.popleft().split(b"\r\n", 1)
+                line, rest = b"".join(self._outbox.popleft()).split(b"\r\n", 1)
                 _, subject, reply, size, _ = line.decode().split(" ")
                 names = [header.split(": ", 1) for header in rest[: int(size)].decode().split("\r\n")[1:-2]]
                 headers = dict(names)

@@ -22,7 +22,7 @@ from operator import attrgetter
 from relay.errors import RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Event, HeaderNames, Rejected
 from relay.sink import nats_acks, subjects
-from relay.sink.nats_connection import NatsConnection
+from relay.sink.nats_connection import Frame, NatsConnection
 from relay.sink.nats_streams import StreamState
 
 Key = bytes | str | None
@@ -63,10 +63,10 @@ class Window:
         self._flights: dict[Flight, None] = {}
         self._held: list[Flight] | None = None  # batches behind a stream lookup
         self._pending: dict[bytes, tuple[Flight, Key]] = {}  # by token: on the wire, or waiting in a lane
-        self._lanes: dict[Key, deque[bytes] | None] = {}  # keys with an event on the wire: the frames behind it
+        self._lanes: dict[Key, deque[Frame] | None] = {}  # keys with an event on the wire: the frames behind it
         self._blocked: dict[Key, bytes] = {}  # keys behind a rejected event: its id
         self._routes: dict[str, bytes | None] = {}  # topic: the frame's beginning; None if it is no subject
-        self._templates: dict[HeaderNames, bytes | None] = {}
+        self._templates: dict[HeaderNames, tuple[bytes | None, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._seen: tuple[Flight, int] | None = None
         self._quiet = 0
@@ -138,11 +138,12 @@ class Window:
         routes, pending, lanes, blocked = self._routes, self._pending, self._lanes, self._blocked
         strict, max_payload = self._strict, self._connection.max_payload
         shared = (flight, None)
-        frames: list[bytes] = []
+        frames: list[Frame] = []
         append = frames.append
+        join = b"".join
         last: HeaderNames | None = None
         template: bytes | None = None
-        lines = 0
+        fixed = 0
         for token, event in enumerate(events, first):
             event_id, topic, key, names, values, body, _, _, _ = event
             if key is None:
@@ -150,31 +151,28 @@ class Window:
             if blocked and key in blocked and not self._unblocked(flight, token, event, key):
                 continue
             if names is not last:
-                last, template, lines = names, self._template(names), len(names.names) + 3
+                last = names
+                template, fixed = self._template(names)
             if body is None:
                 body = b""
             route = routes[topic]
             if template is None or route is None:
                 self._reject(flight, token, key, self._fault(event))
                 continue
-            headers = template % (event_id, *values)
-            size = len(headers)
+            text = join((event_id, *values))
+            size = fixed + len(text)
             total = size + len(body)
-            if (
-                headers.count(b"\n") != lines
-                or headers.count(b"\r") != lines
-                or b"\0" in headers
-                or total > max_payload
-                or size > MAX_HEADER_BYTES
-            ):
-                self._reject(flight, token, key, self._misfit(headers, total))
+            # `10 in text` is a memchr: a tenth of what counting line ends in the rendered block costs
+            if 10 in text or 13 in text or 0 in text or total > max_payload or size > MAX_HEADER_BYTES:
+                self._reject(flight, token, key, self._misfit(size, total))
                 continue
-            frame = b"%b%d %d %d\r\n%b%b\r\n" % (route, token, size, total, headers, body)
+            name = b"%d" % token
+            frame = (route, name, template % (size, total, event_id, *values), body, b"\r\n")
             if not strict:
-                pending[b"%d" % token] = shared
+                pending[name] = shared
                 append(frame)
                 continue
-            pending[b"%d" % token] = (flight, key)
+            pending[name] = (flight, key)
             if key in lanes:
                 lane = lanes[key]
                 if lane is None:
@@ -191,17 +189,21 @@ class Window:
         elif self._timer is None:
             self._timer = self._loop.call_later(self._ack_timeout / _TICKS, self._watch)
 
-    def _template(self, names: HeaderNames) -> bytes | None:
-        """The header block with %b for the id and for each value; None if a name cannot be sent."""
+    def _template(self, names: HeaderNames) -> tuple[bytes | None, int]:
+        """Sizes and headers with % for each value, and the bytes of a header block without values.
+
+        None if a name cannot be sent.
+        """
         try:
             return self._templates[names]
         except KeyError:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             fine = all(_HEADER_NAME.fullmatch(name) for name in names.names)
-            template = b"NATS/1.0\r\nNats-Msg-Id: %b\r\n" + names.block + b"\r\n" if fine else None
-            self._templates[names] = template
-            return template
+            block = b"NATS/1.0\r\nNats-Msg-Id: %b\r\n" + names.block + b"\r\n"
+            fixed = len(block % ((b"",) * (len(names.names) + 1)))
+            self._templates[names] = known = (b" %d %d\r\n" + block if fine else None, fixed)
+            return known
 
     # ------------------------------------------------------------------------------------------------------ coming in
 
@@ -210,7 +212,7 @@ class Window:
         if self.failure is not None:
             return  # late: the events were handed back as not known to be durable
         take, lanes, strict = self._pending.pop, self._lanes, self._strict
-        frames: list[bytes] = []
+        frames: list[Frame] = []
         for token in tokens:
             entry = take(token, None)
             if entry is None:
@@ -295,11 +297,11 @@ class Window:
         bad = [name for name in event.header_names.names if not _HEADER_NAME.fullmatch(name)]
         return f"header name {bad[0][:200]!r} cannot be sent to NATS"
 
-    def _misfit(self, headers: bytes, total: int) -> str:
+    def _misfit(self, size: int, total: int) -> str:
         if total > self._connection.max_payload:
             return f"headers and body have {total} bytes; the server takes {self._connection.max_payload} (max_payload)"
-        if len(headers) > MAX_HEADER_BYTES:
-            return f"the headers have {len(headers)} bytes; NATS takes {MAX_HEADER_BYTES}"
+        if size > MAX_HEADER_BYTES:
+            return f"the headers have {size} bytes; NATS takes {MAX_HEADER_BYTES}"
         return "a header value, or the id, contains a line break or NUL"
 
     def fail(self, error: RelayError) -> None:
