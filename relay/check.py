@@ -351,7 +351,7 @@ def _publication(publication: PublicationInfo, tables: Sequence[TableInfo]) -> I
             good = False
             remedy = f"ALTER PUBLICATION {name} SET (publish_via_partition_root = true);"
             yield Finding("error", subject, f"publishes the partitions of {table.name} instead of the table", remedy)
-    if publication.other_operations:
+    if publication.insert and publication.other_operations:
         others = ", ".join(publication.other_operations)
         remedy = f"ALTER PUBLICATION {name} SET (publish = 'insert');"
         yield Finding("warning", subject, f"also publishes {others}, which costs and is thrown away", remedy)
@@ -403,11 +403,11 @@ async def _blockers(session: Session) -> list[Finding]:
         session,
         """
         SELECT 'process ' || pid, extract(epoch FROM now() - xact_start)::float,
-               format('SELECT pg_terminate_backend(%%s);', pid)
+               format('SELECT pg_terminate_backend(%s);', pid)
         FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
         UNION ALL
         SELECT 'prepared transaction ' || gid, extract(epoch FROM now() - prepared)::float,
-               format('COMMIT PREPARED %%1$L;  or  ROLLBACK PREPARED %%1$L;', gid)
+               format('COMMIT PREPARED %1$L;  or  ROLLBACK PREPARED %1$L;', gid)
         FROM pg_prepared_xacts
         """,
     )
