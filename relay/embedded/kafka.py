@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ class KafkaServer(Server):
     name = "kafka"
 
     def __init__(self, properties: Mapping[str, str] | None = None, *, fast_start: bool = True) -> None:
-        self._java = _tool("java", "apt-get install openjdk-17-jre-headless")
+        self._java = _tool("java", "apt-get install default-jre-headless (17 or newer)")
         self._jars = jars()
         super().__init__()
         self.port = free_port()
@@ -136,6 +137,7 @@ def jars() -> Path:
     if folder.exists():
         return folder
     maven = _tool("mvn", "apt-get install maven")
+    print(f"→ Maven: Kafka's jars into {folder}", file=sys.stderr)  # noqa: T201 - a download of 43 MB is announced
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as partial:
         (Path(partial) / "pom.xml").write_text(_POM)

