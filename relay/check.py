@@ -12,6 +12,10 @@ from typing import Literal
 
 from psycopg import sql
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from relay.config import Config, Outbox
 from relay.errors import RelayError, SlotBusy, SlotLost
 from relay.lsn import LSN
@@ -436,3 +440,15 @@ def _size(count: int) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} bytes"
+
+
+def render(findings: Sequence[Finding]) -> RenderableType:
+    """For people: a mark, what was looked at, what was found, and what to do about it."""
+    table = Table.grid(padding=(0, 2))
+    marks = {"ok": "[green]✓[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+    for finding in findings:
+        message = Text(finding.message)
+        if finding.remedy and finding.level != "ok":
+            message.append(f"\n→ {finding.remedy}", style="bold")
+        table.add_row(marks[finding.level], Text(finding.subject, style="bold"), message)
+    return table

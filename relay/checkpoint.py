@@ -112,7 +112,7 @@ class CheckpointStore:
         """Become the writer: raise the epoch, so that whoever wrote before cannot any more."""
         with translated():
             cursor = await self._session.execute(
-                "INSERT INTO outbox_relay_checkpoint AS c"
+                "INSERT INTO public.outbox_relay_checkpoint AS c"
                 " (relay, epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase)"
                 " VALUES (%s, 1, %s, %s, %s, '0/0', %s::pg_snapshot, '0/0', 'new')"
                 f" ON CONFLICT (relay) DO UPDATE SET epoch = c.epoch + 1, updated_at = now() RETURNING {_COLUMNS}",
@@ -151,18 +151,18 @@ class CheckpointStore:
         """A row of history, from which any later point can be replayed; old ones go."""
         with translated():
             await self._session.execute(
-                "INSERT INTO outbox_relay_history (relay, at, lsn, snap) VALUES (%s, now(), %s, %s::pg_snapshot)",
+                "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap) VALUES (%s, now(), %s, %s::pg_snapshot)",
                 (self._relay, str(lsn), str(sample.snapshot)),
             )
             await self._session.execute(
-                "DELETE FROM outbox_relay_history WHERE relay = %s AND at < now() - make_interval(secs => %s)",
+                "DELETE FROM public.outbox_relay_history WHERE relay = %s AND at < now() - make_interval(secs => %s)",
                 (self._relay, keep),
             )
 
     async def _update(self, assignments: str, values: tuple[Any, ...]) -> None:
         with translated():
             cursor = await self._session.execute(
-                f"UPDATE outbox_relay_checkpoint SET {assignments}, updated_at = now()"
+                f"UPDATE public.outbox_relay_checkpoint SET {assignments}, updated_at = now()"
                 " WHERE relay = %s AND epoch = %s".encode(),
                 (*values, self._relay, self.epoch),
             )

@@ -48,7 +48,7 @@ def run(
     from relay import log  # noqa: PLC0415
 
     settings = _load(config)
-    log.configure(settings.log, sys.stdout)
+    log.configure(settings.log, sys.stderr if settings.sink.kind == "console" else sys.stdout)
     _go(_run(settings, from_now=from_now))
 
 
@@ -93,10 +93,13 @@ def setup(
     json: Json = False,
 ) -> None:
     """Create what the relay needs in the database: tables and publication. Repeatable; never drops anything."""
-    from relay.setup import render, setup  # noqa: PLC0415
+    from relay.setup import render, script, setup  # noqa: PLC0415
 
     steps = _go(setup(_load(config), dry_run=dry_run, role=role, partitioned=partitioned))
-    _print(steps, render, json=json)
+    if dry_run and not json:
+        typer.echo(script(steps))
+    else:
+        _print(steps, render, json=json)
 
 
 @app.command()

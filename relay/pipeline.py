@@ -179,6 +179,7 @@ class Pipeline:
             progress.in_flight_bytes -= batch.size_bytes
             progress.published_events += batch.count
             progress.published_bytes += batch.size_bytes
+            progress.duplicate_events = self._sink.duplicates
             if backoff.attempt or progress.last_error:
                 backoff.reset()
                 progress.last_error = progress.last_hint = ""

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from psycopg import sql
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from relay.config import Columns, Config, Outbox
 from relay.errors import AuthError, ContractError, SetupError
@@ -323,3 +326,12 @@ def _identifier(name: str) -> str:
 
 def _qualified(table: str) -> str:
     return sql.Identifier(*split(table)).as_string(None)
+
+
+def render(steps: Sequence[Step]) -> RenderableType:
+    """For people: what was done, thing by thing."""
+    table = Table.grid(padding=(0, 2))
+    styles = {"created": "green", "altered": "yellow", "present": "dim", "warning": "yellow"}
+    for step in steps:
+        table.add_row(Text(step.action, style=styles[step.action]), Text(step.subject), Text(step.note))
+    return table

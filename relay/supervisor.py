@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import structlog
 
+from relay.admin.status import progress_line
 from relay.backoff import Backoff
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, Snapshot, guard
 from relay.config import Config
@@ -31,7 +32,7 @@ from relay.routing import Router
 from relay.singleton import STANDBY_INTERVAL, hold_lock, pause
 from relay.sink import Sink
 from relay.source import Source
-from relay.source.pgoutput import Relation
+from relay.source.pgoutput import PgoutputDecoder
 from relay.source.poll import GapSource
 from relay.source.replication import Identity, WalSender
 from relay.source.session import Session, connect, translated
@@ -222,18 +223,18 @@ class Supervisor:
         self, session: Session, store: CheckpointStore, wal: WalSender, checkpoint: Checkpoint, identity: Identity
     ) -> None:
         config, progress = self._config, self._progress
-        publication = config.source.publication.replace('"', '""')
-        await wal.start(
-            config.source.slot, checkpoint.lsn, {"proto_version": "1", "publication_names": f'"{publication}"'}
-        )
+        await wal.start(config.source.slot, checkpoint.lsn, PgoutputDecoder.options(config.source.publication))
         sample = Sample(checkpoint.snap, checkpoint.snap_lsn)
-        source = StreamSource(
-            wal,
+        decoder = PgoutputDecoder(
             start=checkpoint.lsn,
             skip=sample if sample.lsn > checkpoint.lsn else None,
             bind=self._bind,
             stamp=self._stamp(identity, "stream", str(identity.timeline)),
-            progress=progress,
+        )
+        source = StreamSource(
+            wal,
+            decoder,
+            progress,
             max_batch_events=config.delivery.max_batch_events,
             silence=config.source.wal_sender_timeout,
         )
@@ -280,31 +281,17 @@ class Supervisor:
             await tick()
             if time.monotonic() - reported > _PROGRESS_INTERVAL:
                 reported = time.monotonic()
-                self._report()
+                log.info("relay.progress", **progress_line(self._metrics, clock=time.time()))
             # Not a plain sleep: this hears at once when Postgres ends the session (57P01), and then everything stops.
             with translated():
                 async for _ in session.notifies(timeout=self._config.checkpoint.interval):
                     pass
 
-    def _report(self) -> None:
-        progress = self._progress
-        log.info(
-            "relay.progress",
-            state=progress.state,
-            received=progress.received_lsn,
-            acknowledged=progress.acknowledged_lsn,
-            confirmed=progress.confirmed_lsn,
-            published_events=progress.published_events,
-            in_flight_events=progress.in_flight_events,
-            lag_bytes=max(0, progress.server_lsn - progress.acknowledged_lsn),
-        )
-
-    def _bind(self, relation: Relation) -> tuple[Router, tuple[int, ...], int] | None:
-        name = f"{relation.schema}.{relation.table}"
+    def _bind(self, table: str, columns: Sequence[tuple[str, int]]) -> tuple[Router, Binding] | None:
         for mapping in self._mappings:
-            if mapping.table == name:
-                binding = mapping.bind(relation.columns)
-                return self._route(binding), binding.slots, binding.width
+            if mapping.table == table:
+                binding = mapping.bind(columns)
+                return self._route(binding), binding
         return None
 
     def _route(self, binding: Binding) -> Router:

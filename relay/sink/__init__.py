@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """What the pipeline needs from a broker."""
 
+    @property
+    def duplicates(self) -> int:
+        """Events of which the broker said that it has them already. They are durable all the same."""
+        ...
+
     async def open(self) -> None:
         """Connect, and check that every configured destination exists. Called again after a failure, then from scratch.
 

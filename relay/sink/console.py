@@ -22,6 +22,8 @@ from relay.event import Batch, Event, Rejected
 class ConsoleSink:
     """See the seam (`relay.sink.Sink`). Writes block: who reads slowly slows the relay down, and nothing is lost."""
 
+    duplicates = 0  # a console never says so
+
     def __init__(self, stream: BinaryIO | None = None) -> None:
         self._stream = sys.stdout.buffer if stream is None else stream
 

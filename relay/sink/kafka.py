@@ -12,7 +12,9 @@ A broker refuses a whole message set because of one event in it. Its events are 
 the batches that hold them one event at a time, returns the culprits as rejected, and then hands over to a normal
 session.
 
-Events without a key go to random partitions and have no order among themselves.
+A rejected event blocks its key: what comes behind it is returned as rejected too ("behind …") and never sent, until
+that very event (same id) is submitted again or the sink is opened anew. Events without a key go to random partitions
+and have no order among themselves.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, producer_
 log = structlog.get_logger(__name__)
 
 Content = tuple[str, bytes | None, bytes | None]  # topic, key, body: what a delivery report tells of an event
+
+Lane = tuple[str, bytes]  # topic and key: what has an order
 
 _TICK = 0.1  # how soon the report thread notices that it shall end
 _ROOM = 0.005  # how often a full queue is tried again
@@ -95,6 +99,7 @@ class _Flight:
     def reject(self, event: Event, reason: str) -> None:
         self.rejected.append(Rejected(event, reason))
         self.target -= 1
+        self.session.block(event)
 
     def finish(self) -> None:
         if not self.future.done():
@@ -117,7 +122,10 @@ class _Flight:
 class _Session:
     """One producer from its making to its end, and its thread. Not reused: after a failure there is a new one."""
 
-    def __init__(self, options: dict[str, Option], connect_timeout: float, *, careful: bool) -> None:
+    def __init__(
+        self, options: dict[str, Option], connect_timeout: float, blocked: dict[Lane, bytes], *, careful: bool
+    ) -> None:
+        self.blocked = blocked  # keys behind a rejected event: its id
         self.loop = asyncio.get_running_loop()
         self.careful = careful  # sends one event at a time, so that a refusal hits nobody else
         self.connect_timeout = connect_timeout
@@ -288,7 +296,7 @@ class _Session:
         return obstacle
 
     def _hand_over(self, flight: _Flight) -> str:
-        produce, report, topics = self.producer.produce, flight.delivered, self.topics
+        produce, report, topics, blocked = self.producer.produce, flight.delivered, self.topics, self.blocked
         for event in flight.batch.events[flight.at :] if flight.at else flight.batch.events:
             _id, topic, key, names, values, body, _table, _transaction, _ordinal = event
             try:
@@ -296,7 +304,7 @@ class _Session:
                     if legal_topic(topic):
                         return "topic"
                     flight.reject(event, f"{topic!r} is not a legal topic name")
-                else:
+                elif not blocked or not self._behind(flight, event):
                     produce(topic, body, key, -1, report, None, 0, list(zip(names.names, values)))  # noqa: B905
             except BufferError:
                 return "room"
@@ -311,9 +319,28 @@ class _Session:
             flight.at += 1
         return ""
 
+    def block(self, event: Event) -> None:
+        if event.key is not None:
+            self.blocked.setdefault((event.topic, event.key), event.id)
+
+    def _behind(self, flight: _Flight, event: Event) -> bool:
+        """True (and rejected) if the event's key is blocked; the culprit itself, submitted again, lifts the block."""
+        if event.key is None:
+            return False
+        lane = event.topic, event.key
+        culprit = self.blocked.get(lane)
+        if culprit == event.id:
+            del self.blocked[lane]
+        elif culprit is not None:
+            flight.reject(event, f"behind rejected event {culprit.decode(errors='replace')} of the same key")
+            return True
+        return False
+
 
 class KafkaSink:
     """See the seam (`relay.sink.Sink`). `publish` hands over synchronously while nothing is in the way."""
+
+    duplicates = 0  # Kafka has no dedupe by id: it never says so
 
     def __init__(self, section: config.Kafka) -> None:
         self._section = section
@@ -324,9 +351,11 @@ class KafkaSink:
         self._turn = asyncio.Lock()
         self._suspects: set[Content] = set()
         self._culprits = 0
+        self._blocked: dict[Lane, bytes] = {}
 
     async def open(self) -> None:
         await self.close()
+        self._blocked.clear()
         await self._connect(careful=bool(self._suspects))
 
     async def close(self) -> None:
@@ -393,6 +422,7 @@ class KafkaSink:
                 rejected += await flight.future
             except EventRejected as exc:
                 rejected.append(Rejected(event, str(exc)))
+                session.block(event)
                 self._culprits += 1
             except RelayError:
                 batch.events = [item.event for item in rejected] + events[at:]
@@ -411,7 +441,7 @@ class KafkaSink:
 
     async def _connect(self, *, careful: bool) -> _Session:
         self._culprits = 0
-        session = self._session = _Session(self._options, self._section.connect_timeout, careful=careful)
+        session = self._session = _Session(self._options, self._section.connect_timeout, self._blocked, careful=careful)
         try:
             await session.opened
             await self._admit(session, self._section.topics)

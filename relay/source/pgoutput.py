@@ -1,8 +1,8 @@
-"""pgoutput (protocol 1, text format): bytes → messages. Pure.
+"""pgoutput (protocol 1, text format): bytes → messages → events. Pure.
 
 Follows the "Logical Replication Message Formats" chapter of the PostgreSQL manual. A truncated or corrupt message is a
 ProtocolError, never a wrong event; message types that do not concern an insert-only reader are not decoded at all.
-All functions take the whole CopyData buffer and the offset where the message starts, so that nothing is copied.
+The functions take the whole CopyData buffer and the offset where the message starts, so that nothing is copied.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import Struct
 from struct import error as struct_error
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from relay.errors import ProtocolError
+from relay.event import Event, Rejected
+from relay.routing import Router, Unroutable
+from relay.source.decoder import HEADER, XLOGDATA, Decoder
 
 BEGIN, COMMIT, RELATION, INSERT, MESSAGE = b"BCRIM"
 
@@ -85,11 +88,6 @@ def decode_relation(data: bytes, start: int) -> Relation:
     return Relation(oid, schema or "pg_catalog", table, tuple(columns))
 
 
-def relation_oid(data: bytes, start: int) -> int:
-    """Which relation an Insert concerns."""
-    return int.from_bytes(data[start + 1 : start + 5], "big")
-
-
 def decode_insert(data: bytes, start: int, slots: Sequence[int], width: int) -> list[bytes | None]:
     """The row's values in text form, column i in place `slots[i]` of a list of `width` (-1: not wanted)."""
     if data[start + 5 : start + 8] != b"N" + len(slots).to_bytes(2, "big"):
@@ -113,6 +111,65 @@ def decode_insert(data: bytes, start: int, slots: Sequence[int], width: int) -> 
     if pos != len(data):
         raise ProtocolError(f"pgoutput Insert is {len(data) - start} bytes long, its columns need {pos - start}")
     return cells
+
+
+class PgoutputDecoder(Decoder):
+    """Decodes a session that was started with the options below."""
+
+    def __init__(self, **shared: Any) -> None:
+        super().__init__(**shared)
+        self._relations: dict[int, tuple[Router, tuple[int, ...], int] | None] = {}
+
+    @staticmethod
+    def options(publication: str) -> dict[str, str]:
+        """Of START_REPLICATION. Streaming stays off: rows then come only after their transaction committed."""
+        quoted = publication.replace('"', '""')
+        return {"proto_version": "1", "publication_names": f'"{quoted}"'}
+
+    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+        events: list[Event] = []
+        add = events.append
+        relations = self._relations
+        transaction, ordinal = self._transaction, self._ordinal
+        for data in messages:
+            if data[0] != XLOGDATA:
+                self._other(data)
+                continue
+            kind = data[HEADER]
+            if kind == INSERT:
+                oid = int.from_bytes(data[HEADER + 1 : HEADER + 5], "big")
+                reading = relations.get(oid)
+                if reading is None:
+                    if oid not in relations:
+                        raise ProtocolError("pgoutput Insert for a relation that was not announced")
+                    continue
+                if transaction is None:
+                    raise ProtocolError("pgoutput Insert outside of a transaction")
+                if self._skipping:
+                    self.skipped += 1
+                else:
+                    router, slots, width = reading
+                    row = decode_insert(data, HEADER, slots, width)
+                    try:
+                        add(router.event(row, transaction, ordinal))
+                    except Unroutable as exc:
+                        rejected.append(Rejected(router.rejected(row, transaction, ordinal), str(exc)))
+                ordinal += 1
+            elif kind == BEGIN:
+                begin = decode_begin(data, HEADER)
+                transaction, ordinal = self._begin(begin.final_lsn, begin.xid, begin.committed_at), 0
+            elif kind == COMMIT:
+                self._commit(decode_commit(data, HEADER).end_lsn)
+                transaction = None
+            elif kind == RELATION:
+                self._announce(decode_relation(data, HEADER))
+            # Everything else (types, origins, truncates, messages, what is yet to be invented) is not an insert.
+        self._transaction, self._ordinal = transaction, ordinal
+        return events
+
+    def _announce(self, relation: Relation) -> None:
+        bound = self._bind(f"{relation.schema}.{relation.table}", relation.columns)
+        self._relations[relation.oid] = None if bound is None else (bound[0], bound[1].slots, bound[1].width)
 
 
 def _text(data: bytes, start: int) -> tuple[str, int]:

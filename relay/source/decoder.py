@@ -1,0 +1,71 @@
+"""What every output plugin's decoder shares: transactions, what to skip, keepalives. Pure: bytes in, events out.
+
+A Decoder is fed the CopyData messages of one walsender session, in order, many at a time. It keeps `end`, the LSN up to
+which everything was decoded completely: it moves at a commit or a keepalive, never inside a transaction.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from struct import Struct
+
+from relay.checkpoint import Sample
+from relay.errors import ProtocolError
+from relay.event import Event, Rejected, Transaction
+from relay.lsn import LSN
+from relay.outbox import Binding
+from relay.routing import Router
+
+XLOGDATA, KEEPALIVE = b"wk"
+HEADER = 25  # of XLogData: 'w', start LSN, end LSN, server time; then the plugin's message
+
+_KEEPALIVE = Struct(">QQB")  # end of WAL, server time, reply requested
+
+Bind = Callable[[str, Sequence[tuple[str, int]]], tuple[Router, Binding] | None]
+"""How to read a table's rows, given its name and its columns (name, type OID); None for a table that is not ours."""
+
+
+class Decoder(ABC):
+    """Turns the messages of one session into events."""
+
+    def __init__(self, *, start: LSN, skip: Sample | None, bind: Bind, stamp: bytes) -> None:
+        self.end = start
+        self.reply_due = False  # Postgres asked for a sign of life
+        self.transactions = 0
+        self.skipped = 0  # events of transactions that the checkpoint's snapshot sees
+        self._skip = skip
+        self._skipping = False
+        self._bind = bind
+        self._stamp = stamp
+        self._transaction: Transaction | None = None
+        self._ordinal = 0
+
+    @abstractmethod
+    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+        """The events of these messages, in order; rows that can never be events go to `rejected`."""
+
+    def _begin(self, commit_lsn: int, xid: int, committed_at: float) -> Transaction:
+        skip = self._skip
+        if skip is not None:
+            if commit_lsn >= skip.lsn:
+                self._skip = None
+            else:
+                # By Begin's xid, once per transaction; never by the row's column, which INSERT … SELECT may copy.
+                self._skipping = skip.snapshot.sees(skip.snapshot.widen(xid))
+        stamp = b"%b%X/%X:" % (self._stamp, commit_lsn >> 32, commit_lsn & 0xFFFFFFFF)
+        return Transaction(xid, commit_lsn, committed_at, stamp)
+
+    def _commit(self, end_lsn: int) -> None:
+        self.end = LSN(end_lsn)
+        self._skipping = False
+        self.transactions += 1
+
+    def _other(self, data: bytes) -> None:
+        """A message that is not the plugin's: a keepalive, which is a position in the same order as the commits."""
+        if data[:1] != b"k" or len(data) != 18:
+            raise ProtocolError(f"unknown replication message {data[:1]!r} of {len(data)} bytes")
+        end, _time, reply = _KEEPALIVE.unpack_from(data, 1)
+        if end > self.end:
+            self.end = LSN(end)
+        self.reply_due |= bool(reply)
