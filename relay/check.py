@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psycopg import sql
-
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text

@@ -151,7 +151,8 @@ class CheckpointStore:
         """A row of history, from which any later point can be replayed; old ones go."""
         with translated():
             await self._session.execute(
-                "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap) VALUES (%s, now(), %s, %s::pg_snapshot)",
+                "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap)"
+                " VALUES (%s, now(), %s, %s::pg_snapshot)",
                 (self._relay, str(lsn), str(sample.snapshot)),
             )
             await self._session.execute(
