@@ -198,6 +198,8 @@ class NatsConnection:
         self._closed = True
         if self._publisher is not None:
             self._publisher.cancel()
+        if not _Wire(self._client).exists():
+            return
         self.abort()
         with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
             async with asyncio.timeout(1):  # nothing to wait for: the socket is gone already
@@ -242,6 +244,9 @@ class _Wire:
         writer = getattr(self._transport, "_io_writer", None)
         self.write: Callable[[bytes], None] = getattr(writer, "write", _nowhere)
         self._io: Any = getattr(writer, "transport", None)
+
+    def exists(self) -> bool:
+        return self._transport is not None
 
     def usable(self) -> bool:
         parser = getattr(self._client, "_ps", None)

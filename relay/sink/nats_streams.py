@@ -71,6 +71,8 @@ class Streams:
                         )
                     return stream
         listed = "; ".join(f"{stream.name}: {', '.join(stream.subjects) or '-'}" for stream in self._known[:10])
+        if len(self._known) > 10:
+            listed += f"; and {len(self._known) - 10} more"
         where = "of the configured streams" if self._configured else "on the server"
         raise SetupError(
             f"no stream for subject {topic}; the streams {where} have {listed or 'no subjects: there are none'}",
