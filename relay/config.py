@@ -136,7 +136,9 @@ class SourceSection(Section):
         "auto",
         description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost.",
     )
-    plugin: Literal["pgoutput"] = Field("pgoutput", description="Output plugin of the slot.")
+    plugin: Literal["pgoutput", "wal2json"] = Field(
+        "pgoutput", description="Output plugin of the slot. wal2json must be installed and allowed on the server."
+    )
     slot: str = Field("outbox_relay", description="Replication slot; created by the first `relay run`.")
     publication: str = Field(
         "outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`."

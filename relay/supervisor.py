@@ -32,7 +32,7 @@ from relay.routing import Router
 from relay.singleton import STANDBY_INTERVAL, hold_lock, pause
 from relay.sink import Sink
 from relay.source import Source
-from relay.source.pgoutput import PgoutputDecoder
+from relay.source.plugin import choose_decoder
 from relay.source.poll import GapSource
 from relay.source.replication import Identity, WalSender
 from relay.source.session import Session, connect, translated
@@ -108,7 +108,8 @@ class Supervisor:
         async with hold_lock(config, self._progress, self._stopping) as session:
             if session is None:
                 return
-            await self._check_publication(session)
+            if config.source.plugin == "pgoutput":
+                await self._check_publication(session)
             wal = await WalSender.connect(
                 config.database,
                 f"{config.relay.name} stream",
@@ -223,14 +224,16 @@ class Supervisor:
         self, session: Session, store: CheckpointStore, wal: WalSender, checkpoint: Checkpoint, identity: Identity
     ) -> None:
         config, progress = self._config, self._progress
-        await wal.start(config.source.slot, checkpoint.lsn, PgoutputDecoder.options(config.source.publication))
         sample = Sample(checkpoint.snap, checkpoint.snap_lsn)
-        decoder = PgoutputDecoder(
+        decoder, options = await choose_decoder(
+            session,
+            config,
             start=checkpoint.lsn,
             skip=sample if sample.lsn > checkpoint.lsn else None,
             bind=self._bind,
             stamp=self._stamp(identity, "stream", str(identity.timeline)),
         )
+        await wal.start(config.source.slot, checkpoint.lsn, options)
         source = StreamSource(
             wal,
             decoder,

@@ -1,0 +1,175 @@
+"""wal2json (format version 2, with transaction markers): JSON texts → events. Pure; an equal of pgoutput.
+
+The differences that matter: values come as JSON (so they are brought into Postgres' text form here, byte for byte what
+pgoutput sends), every foreign transaction sends an empty B/C pair (skipped unread), and partitions appear under their
+own names (`leaves` leads them back to their table). Numbers are never read as floats: exact or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import orjson
+
+from relay.errors import ProtocolError, SourceUnavailable
+from relay.event import Event, Rejected, Transaction
+from relay.lsn import LSN
+from relay.outbox import Binding
+from relay.routing import Router, Unroutable
+from relay.source.decoder import HEADER, XLOGDATA, Decoder
+
+_ACTION = HEADER + len('{"action":"')
+_BEGIN, _COMMIT, _INSERT = b"BCI"
+_BYTEA = 17
+_INEXACT = frozenset({700, 701, 1700})  # real, double precision, numeric: JSON numbers that a float would round
+_SPECIAL = re.compile(r"([\\,.*\s])")
+
+
+class _Reading(NamedTuple):
+    """How to read one table's rows."""
+
+    router: Router
+    binding: Binding
+    size: int  # columns of a message
+    wanted: tuple[tuple[int, str, int, int], ...]  # index in the message, name, type OID, place in the row
+    exact: bool  # has numbers that orjson would round
+
+
+class Wal2jsonDecoder(Decoder):
+    """Decodes a session that was started with `options`."""
+
+    def __init__(self, *, leaves: Mapping[str, str], strangers: frozenset[str], **shared: Any) -> None:
+        """`leaves`: partition → its table, for wildcards; `strangers`: other tables that a wildcard matches."""
+        super().__init__(**shared)
+        self._leaves = leaves
+        self._strangers = strangers
+        self._tables: dict[tuple[str, str], _Reading | None] = {}
+        self._begin_message = b""
+
+    @staticmethod
+    def options(tables: Iterable[str], schemas: Iterable[str] = ()) -> dict[str, str]:
+        """Of START_REPLICATION. `schemas` are taken whole: wal2json cannot name a partitioned table."""
+        names = [".".join(_escaped(part) for part in table.split(".", 1)) for table in tables]
+        names += [f"{_escaped(schema)}.*" for schema in schemas]
+        return {
+            "format-version": "2",
+            "include-transaction": "1",
+            "include-xids": "1",
+            "include-timestamp": "1",
+            "include-lsn": "1",
+            "include-types": "0",
+            "include-type-oids": "1",
+            "actions": "insert",
+            "add-tables": ",".join(names),
+        }
+
+    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+        events: list[Event] = []
+        try:
+            for data in messages:
+                if data[0] != XLOGDATA:
+                    self._other(data)
+                    continue
+                action = data[_ACTION]
+                if action == _INSERT:
+                    self._insert(data, events, rejected)
+                elif action == _BEGIN:
+                    # Read only when a row follows: most transactions have none of ours.
+                    self._begin_message, self._transaction, self._ordinal = data, None, 0
+                elif action == _COMMIT:
+                    # A commit's message starts, in the WAL, where the commit ends (`nextlsn`).
+                    self._commit(int.from_bytes(data[1:9], "big"))
+                    self._begin_message, self._transaction = b"", None
+        except (KeyError, IndexError, TypeError, ValueError) as exc:  # JSONDecodeError is a ValueError
+            raise ProtocolError(f"wal2json sent something else than expected: {type(exc).__name__}: {exc}") from exc
+        return events
+
+    def _insert(self, data: bytes, events: list[Event], rejected: list[Rejected]) -> None:
+        message = orjson.loads(memoryview(data)[HEADER:])
+        columns = message["columns"]
+        name = (message["schema"], message["table"])
+        reading = self._tables.get(name) if name in self._tables else self._announce(name, columns)
+        if reading is None:
+            return
+        if self._transaction is None:
+            self._transaction = self._opened()
+        if self._skipping:
+            self.skipped += 1
+            self._ordinal += 1
+            return
+        row = self._row(reading, columns)
+        if row is None:  # the table was altered
+            reading = self._announce(name, columns)
+            assert reading is not None
+            row = self._row(reading, columns)
+            assert row is not None
+        if reading.exact:
+            columns = json.loads(data[HEADER:], parse_int=str, parse_float=str, parse_constant=str)["columns"]
+            for index, _, oid, place in reading.wanted:
+                if oid in _INEXACT:
+                    row[place] = _text(columns[index]["value"])
+        try:
+            events.append(reading.router.event(row, self._transaction, self._ordinal))
+        except Unroutable as exc:
+            rejected.append(Rejected(reading.router.rejected(row, self._transaction, self._ordinal), str(exc)))
+        self._ordinal += 1
+
+    def _opened(self) -> Transaction:
+        if not self._begin_message:
+            raise ProtocolError("wal2json sent a row outside of a transaction")
+        begin = orjson.loads(memoryview(self._begin_message)[HEADER:])
+        committed_at = datetime.fromisoformat(begin["timestamp"]).timestamp()
+        return self._begin(LSN.parse(begin["lsn"]), begin["xid"], committed_at)
+
+    def _announce(self, name: tuple[str, str], columns: list[dict[str, Any]]) -> _Reading | None:
+        table = ".".join(name)
+        described = [(column["name"], column["typeoid"]) for column in columns]
+        bound = self._bind(self._leaves.get(table, table), described)
+        if bound is None:
+            if table not in self._strangers:
+                # Made while we streamed. Is it a partition of ours? Only the catalogue knows; a new session reads it.
+                raise SourceUnavailable(f"{table} is new: reading the catalogue again")
+            self._tables[name] = None
+            return None
+        router, binding = bound
+        wanted = tuple(
+            (index, column, oid, place)
+            for index, ((column, oid), place) in enumerate(zip(described, binding.slots, strict=True))
+            if place >= 0
+        )
+        exact = any(oid in _INEXACT for _, _, oid, _ in wanted)
+        reading = self._tables[name] = _Reading(router, binding, len(columns), wanted, exact)
+        return reading
+
+    @staticmethod
+    def _row(reading: _Reading, columns: list[dict[str, Any]]) -> list[bytes | None] | None:
+        """The row in Postgres' text form; None when the columns are not those that we know."""
+        if len(columns) != reading.size:
+            return None
+        row: list[bytes | None] = [None] * reading.binding.width
+        for index, name, oid, place in reading.wanted:
+            column = columns[index]
+            if column["name"] != name or column["typeoid"] != oid:
+                return None
+            value = column["value"]
+            if type(value) is str:
+                row[place] = value.encode() if oid != _BYTEA else b"\\x" + value.encode()
+            elif value is not None:
+                row[place] = _text(value)
+        return row
+
+
+def _text(value: Any) -> bytes | None:
+    if value is None or isinstance(value, str):
+        return None if value is None else value.encode()
+    if isinstance(value, bool):
+        return b"t" if value else b"f"
+    return str(value).encode()
+
+
+def _escaped(part: str) -> str:
+    return _SPECIAL.sub(r"\\\1", part)
