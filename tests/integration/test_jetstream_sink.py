@@ -17,6 +17,7 @@ from nats.js.api import DiscardPolicy, StreamConfig, StreamSource
 
 from relay.config import JetStream, Stream, Tls
 from relay.embedded import NatsCluster, NatsServer
+from relay.embedded.process import wait_until
 from relay.errors import AuthError, ConfigError, SetupError, SinkUnavailable
 from relay.event import Event
 from relay.sink.jetstream import JetStreamSink
@@ -234,6 +235,9 @@ async def test_a_cluster_loses_its_leader(nats_cluster: NatsCluster, prefix: str
             rounds += 1
             if rounds == 3:
                 nats_cluster.nodes[0].kill()
+    # Reading makes a consumer, which the cluster may place on the dead node as long as it hopes for its return.
+    await asyncio.to_thread(nats_cluster.nodes[0].restart)
+    assert await asyncio.to_thread(wait_until, nats_cluster._complete, 30.0)
     stored = first_occurrences(await read_jetstream(nats_cluster.urls[1], prefix))
     assert order_per_key(stored) == {b"k%d" % n: list(range(n, 4000, 20)) for n in range(20)}
 
