@@ -122,6 +122,25 @@ def status(config: ConfigFile = None, json: Json = False) -> None:
 
 
 @app.command()
+def demo(
+    rate: Annotated[int, typer.Option("--rate", min=1, help="Transactions of the shop per second.")] = 200,
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long; 0: until Ctrl-C.")] = 0.0,
+    kafka: Annotated[bool, typer.Option("--kafka", help="Kafka instead of NATS JetStream.")] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill the relay (kill -9) again and again.")] = False,
+    kill_every: Annotated[float, typer.Option("--kill-every", min=0.1, help="With --chaos: seconds between.")] = 10.0,
+    json: Json = False,
+) -> None:
+    """Show it all on private servers: a shop, the relay, a consumer, and a count. Exit code 1 if an event is lost."""
+    from relay.demo import demo, render  # noqa: PLC0415
+
+    with _Explained():
+        counted = demo(rate=rate, seconds=seconds, kafka=kafka, chaos=chaos, kill_every=kill_every)
+    _print(counted, render, json=json)
+    if not counted.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def version(json: Json = False) -> None:
     """Print the version."""
     _print({"version": __version__}, lambda found: f"relay {found['version']}", json=json)

@@ -431,6 +431,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pg-outbox-relay"
 
 
+def plain_environment() -> dict[str, str]:
+    """The environment for a relay that a program starts with a file of its own: without the user's RELAY_* and PG*."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RELAY_", "PG"))}
+
+
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (if any), lay the environment over it, validate. Raises ConfigError with all faults."""
     faults: list[str] = []
