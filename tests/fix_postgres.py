@@ -103,11 +103,9 @@ def _drop(admin: psycopg.Connection[tuple[Any, ...]], name: str) -> None:
 
     def slots_gone() -> bool:
         admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (name,))
-        left = admin.execute("SELECT slot_name, active FROM pg_replication_slots WHERE database = %s", (name,))
-        for slot, active in left.fetchall():
-            if not active:
-                with contextlib.suppress(psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
-                    admin.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
+        with contextlib.suppress(psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
+            of_it = "FROM pg_replication_slots WHERE database = %s AND NOT active"
+            admin.execute(f"SELECT pg_drop_replication_slot(slot_name) {of_it}".encode(), (name,))
         left = admin.execute("SELECT FROM pg_replication_slots WHERE database = %s", (name,))
         return left.fetchone() is None
 
