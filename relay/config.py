@@ -170,6 +170,7 @@ class Columns(Section):
     payload: str = Field("payload", description="The body, or its `payload` member.")
     headers: str = Field("headers", description='JSON object of extra headers. "" if there is none.')
     created_at: str = Field("created_at", description='Time of the event. "" if there is none.')
+    stream: str = Field("", description="JetStream stream that must store the row, if the table names it.")
 
     @model_validator(mode="after")
     def _needed(self) -> Columns:
@@ -194,7 +195,18 @@ class Outbox(Section):
         return value if "." in value else f"public.{value}"
 
 
-ROUTING_FIELDS = ("topic", "aggregate_type", "aggregate_id", "event_type", "partition_key", "id", "seq", "table")
+ROUTING_FIELDS = (
+    "topic",
+    "aggregate_type",
+    "aggregate_id",
+    "event_type",
+    "partition_key",
+    "id",
+    "seq",
+    "stream",
+    "table",
+)
+OWN_HEADERS = ("id", "type", "aggregate-type", "aggregate-id", "seq", "content-type")
 
 
 def _template(value: str) -> str:
@@ -216,9 +228,32 @@ class Routing(Section):
         "events.{aggregate_type}.{event_type}", description="Used where a field of `topic` is NULL in the row."
     )
     key: str = Field("{aggregate_id}", description="Order and partition key; the row's partition_key overrides it.")
-    format: Literal["envelope"] = Field("envelope", description="Form of the body.")
+    format: Literal["envelope", "payload", "cloudevents"] = Field(
+        "envelope",
+        description="Form of the body: an envelope around the payload, the bare payload with what describes it in "
+        "headers, or a CloudEvent in binary mode.",
+    )
+    headers: Words = Field(
+        OWN_HEADERS, description="Which of the relay's own headers to send; `relay-position` is always sent."
+    )
+    source: str = Field("/{table}", description="CloudEvents `source`.")
 
     _check = field_validator("topic", "fallback_topic", "key")(_template)
+
+    @field_validator("headers")
+    @classmethod
+    def _known_headers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in value if name not in OWN_HEADERS]
+        if unknown:
+            raise ValueError(f"unknown header {', '.join(unknown)}; known are {', '.join(OWN_HEADERS)}")
+        return value
+
+    @field_validator("source")
+    @classmethod
+    def _table_only(cls, value: str) -> str:
+        if set(_FIELD.findall(value)) - {"table"} or not value:
+            raise ValueError("may contain {table}, nothing else in braces, and not be empty")
+        return value
 
 
 class Stream(Section):

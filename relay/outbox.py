@@ -23,11 +23,13 @@ FIELDS = (
     "payload",
     "headers",
     "created_at",
+    "stream",
 )
 SEQ, ID, AGGREGATE_TYPE, AGGREGATE_ID, EVENT_TYPE = range(5)
-TOPIC, PARTITION_KEY, PAYLOAD, HEADERS, CREATED_AT = range(5, 10)
+TOPIC, PARTITION_KEY, PAYLOAD, HEADERS, CREATED_AT, STREAM = range(5, 11)
 
-Row = Sequence[bytes | None]
+Cell = bytes | None  # a value in Postgres' text form
+Row = Sequence[Cell]
 
 UUID, JSON, JSONB, BYTEA = 2950, 114, 3802, 17
 TIMESTAMP, TIMESTAMPTZ = 1114, 1184

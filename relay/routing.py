@@ -1,52 +1,47 @@
 """Row → Event: topic, key, headers and body. Pure.
 
-The payload's bytes are spliced into the body, never parsed. What cannot be routed is not dropped: `Unroutable` carries
-the reason, and the caller turns it into a rejected event. `Router.event` runs once per event: keep it flat.
+What cannot be routed is not dropped: `Unroutable` carries the reason, and the caller turns it into a rejected event.
+`Router.event` runs once per event: keep it flat.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from urllib.parse import quote
 
 import orjson
 
+from relay.body import bare, content_type, envelope, rfc3339
 from relay.config import Routing
 from relay.event import Event, HeaderNames, Transaction
 from relay.outbox import (
     AGGREGATE_ID,
     AGGREGATE_TYPE,
-    BYTEA,
     CREATED_AT,
     EVENT_TYPE,
     FIELDS,
     HEADERS,
     ID,
-    JSON,
-    JSONB,
-    NUMBERS,
     PARTITION_KEY,
     PAYLOAD,
     SEQ,
+    STREAM,
     TIMESTAMPTZ,
     UUID,
     Binding,
+    Cell,
     Row,
 )
 
-CONTENT_TYPE = b"application/json"
-OWN_HEADERS = ("id", "type", "aggregate-type", "aggregate-id", "seq", "content-type", "relay-position")
-
-_ENVELOPE = (
-    b'{"event_id":%b,"event_type":%b,"aggregate_type":%b,"aggregate_id":%b,"seq":%b,"occurred_at":%b,"payload":%b}'
-)
+_PARTS = {"type": EVENT_TYPE, "aggregate-type": AGGREGATE_TYPE, "aggregate-id": AGGREGATE_ID, "seq": SEQ}
 _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 token: what NATS and HTTP take
 _RESERVED = ("nats-", "relay-")
 _TEMPLATE = re.compile(r"\{(\w+)\}")
 _CACHED = 10_000
 
-Cell = bytes | None
-Quote = Callable[[Cell], bytes]
+Values = Callable[[bytes, Row, bytes], tuple[Cell, ...]]
+"""event id, row, position → values of the relay's own headers, None where the row has none."""
 
 
 class Unroutable(Exception):
@@ -56,23 +51,22 @@ class Unroutable(Exception):
 class Router:
     """Turns the rows of one bound table into events."""
 
-    def __init__(self, routing: Routing, binding: Binding) -> None:
+    def __init__(self, routing: Routing, binding: Binding, *, sink: str = "jetstream") -> None:
+        """`sink` is `sink.kind`: the brokers' bindings of CloudEvents name the attributes differently."""
         mapping = binding.mapping
         self._table = mapping.table
-        self._own = HeaderNames.of(OWN_HEADERS)
-        self._extra_names = mapping.header_names
         self._topic = _topic(routing, self._table)
         self._key = _fields(routing.key, self._table)
         self._copies = binding.copies
         self._id_prefix = f"{self._table}:".encode() if mapping.several and binding.types[ID] != UUID else b""
-        types = binding.types
-        self._quote_id = _quoter(0 if self._id_prefix else types[ID])
-        self._quote_event_type = _cached(_quoter(types[EVENT_TYPE]))
-        self._quote_aggregate_type = _cached(_quoter(types[AGGREGATE_TYPE]))
-        self._quote_aggregate_id = _quoter(types[AGGREGATE_ID])
-        self._quote_seq = _quoter(types[SEQ])
-        self._quote_time = _rfc3339 if types[CREATED_AT] == TIMESTAMPTZ else _quoter(0)
-        self._quote_payload = _payload(types[PAYLOAD])
+        prefixed = bool(self._id_prefix)
+        self._body = envelope(binding, prefixed=prefixed) if routing.format == "envelope" else bare(binding)
+        names, self._values = _own_headers(routing, binding, sink)
+        self._own = HeaderNames.of(names)
+        self._taken = frozenset(name.lower() for name in names)
+        if content_type(binding, routing.format) != b"application/json":
+            self._taken -= {"content-type"}  # of other payloads only the application knows what they are
+        self._extra_names = mapping.header_names
 
     def event(self, row: list[Cell], transaction: Transaction, ordinal: int) -> Event:
         """The event of a row; raises Unroutable."""
@@ -83,10 +77,7 @@ class Router:
             raise Unroutable("the event id is NULL or empty")
         if self._id_prefix:
             event_id = self._id_prefix + event_id
-        event_type, aggregate_type = row[EVENT_TYPE], row[AGGREGATE_TYPE]
-        aggregate_id, seq = row[AGGREGATE_ID], row[SEQ]
-        position = transaction.stamp + b"%d" % ordinal
-        values: tuple[Cell, ...] = (event_id, event_type, aggregate_type, aggregate_id, seq, CONTENT_TYPE, position)
+        values = self._values(event_id, row, transaction.stamp + b"%d" % ordinal)
         if row[HEADERS] is None and not self._extra_names and None not in values:
             names = self._own
         else:
@@ -97,16 +88,7 @@ class Router:
             row[PARTITION_KEY] or self._key(row),
             names,
             values,  # type: ignore[arg-type]  # no None is left in it
-            _ENVELOPE
-            % (
-                self._quote_id(event_id),
-                self._quote_event_type(event_type),
-                self._quote_aggregate_type(aggregate_type),
-                self._quote_aggregate_id(aggregate_id),
-                self._quote_seq(seq),
-                self._quote_time(row[CREATED_AT]),
-                self._quote_payload(row[PAYLOAD]),
-            ),
+            self._body(event_id, row),
             self._table,
             transaction,
             ordinal,
@@ -114,27 +96,72 @@ class Router:
 
     def rejected(self, row: list[Cell], transaction: Transaction, ordinal: int) -> Event:
         """What can be said of a row that is unroutable: enough to keep it and to show it."""
-        return Event(
-            row[ID] or b"",
-            "",
-            row[AGGREGATE_ID],
-            HeaderNames.of(()),
-            (),
-            row[PAYLOAD],
-            self._table,
-            transaction,
-            ordinal,
-        )
+        key, names = row[PARTITION_KEY] or self._key(row), HeaderNames.of(())
+        return Event(row[ID] or b"", "", key, names, (), row[PAYLOAD], self._table, transaction, ordinal)
 
     def _with_row_headers(self, row: list[Cell], own: tuple[Cell, ...]) -> tuple[HeaderNames, tuple[bytes, ...]]:
-        """Ours first, then the mapped columns, then the row's own headers; ours are never overridden."""
-        headers = {name: value for name, value in zip(OWN_HEADERS, own, strict=True) if value is not None}
+        """Ours first, then the mapped columns, then the row's own; ours are never overridden."""
+        headers = {name: value for name, value in zip(self._own.names, own, strict=True) if value is not None}
         for name, value in zip(self._extra_names, row[len(FIELDS) :], strict=True):
             if value is not None:
                 headers.setdefault(name, value)
-        taken = {name.lower() for name in (*headers, *OWN_HEADERS)}
-        headers |= {name: value for name, value in _row_headers(row[HEADERS]) if name.lower() not in taken}
+        taken = self._taken | {name.lower() for name in self._extra_names}
+        for name, value in _row_headers(row[HEADERS]):
+            lowered = name.lower()
+            if lowered == "content-type" and lowered not in taken:
+                headers |= {known: value for known in ("content-type", "ce-datacontenttype") if known in headers}
+            elif lowered not in taken:
+                headers[name] = value
         return HeaderNames.of(tuple(headers)), tuple(headers.values())
+
+
+def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[str, ...], Values]:
+    """Names and values of the headers that describe the event."""
+    described = content_type(binding, routing.format)
+    constants = {"content-type": described}
+    places = {name: _PARTS.get(name) for name in routing.headers}
+    times: frozenset[int] = frozenset()
+    if binding.mapping.columns[STREAM]:
+        # JetStream then refuses to store the event in any other stream; elsewhere it is information.
+        places["Nats-Expected-Stream" if sink == "jetstream" else "stream"] = STREAM
+    if routing.format == "cloudevents":
+        prefix = "ce-" if sink == "jetstream" else "ce_"
+        source = routing.source.replace("{table}", binding.mapping.table)
+        constants |= {f"{prefix}specversion": b"1.0", f"{prefix}source": source.encode()}
+        places |= dict.fromkeys((f"{prefix}specversion", f"{prefix}id", f"{prefix}source"))
+        places |= {f"{prefix}type": EVENT_TYPE, f"{prefix}subject": AGGREGATE_ID, f"{prefix}time": CREATED_AT}
+        if sink == "jetstream":
+            constants[f"{prefix}datacontenttype"] = described
+            places[f"{prefix}datacontenttype"] = None
+        if binding.types[CREATED_AT] == TIMESTAMPTZ:
+            times = frozenset({CREATED_AT})
+    names = (*places, "relay-position")
+    # (constant or None for the id, or place in the row) of each header, in order
+    steps = [(constants.get(name), place) for name, place in places.items()]
+    if routing.format != "cloudevents" and tuple(places) == ("id", *_PARTS, "content-type"):
+
+        def usual(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
+            event_type, aggregate_type = row[EVENT_TYPE], row[AGGREGATE_TYPE]
+            return event_id, event_type, aggregate_type, row[AGGREGATE_ID], row[SEQ], described, position
+
+        return names, usual
+    encoded = routing.format == "cloudevents" and sink == "jetstream"
+
+    def values(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
+        found: list[Cell] = []
+        for constant, place in steps:
+            value = event_id if place is None else row[place]
+            if constant is not None:
+                value = constant
+            elif place in times and value is not None:
+                value = rfc3339(value)
+            elif encoded and value is not None:
+                # The NATS binding asks for it; what is plain ASCII stays as it is.
+                value = quote(value, safe="!#$&'()*+,/:;<=>?@[\\]^_`{|}~-.").encode()
+            found.append(value)
+        return (*found, position)
+
+    return names, values
 
 
 def _row_headers(cell: Cell) -> list[tuple[str, bytes]]:
@@ -201,53 +228,3 @@ def _topic(routing: Routing, table: str) -> Callable[[Row], str]:
         return found
 
     return topic
-
-
-def _null_or_text(cell: Cell) -> bytes:
-    return b"null" if cell is None else orjson.dumps(cell.decode())
-
-
-def _null_or_plain(cell: Cell) -> bytes:
-    return b"null" if cell is None else b'"%b"' % cell
-
-
-def _null_or_number(cell: Cell) -> bytes:
-    return cell or b"null"
-
-
-def _quoter(type_oid: int) -> Quote:
-    if type_oid == UUID:
-        return _null_or_plain
-    return _null_or_number if type_oid in NUMBERS else _null_or_text
-
-
-def _cached(quote: Quote) -> Quote:
-    """For columns with few different values."""
-    known: dict[Cell, bytes] = {}
-
-    def cached(cell: Cell) -> bytes:
-        found = known.get(cell)
-        if found is None:
-            if len(known) >= _CACHED:
-                known.clear()
-            found = known[cell] = quote(cell)
-        return found
-
-    return cached
-
-
-def _rfc3339(cell: Cell) -> bytes:
-    """`2026-11-16 04:13:30.12+00`, as a session in UTC prints it, in the form that every JSON library reads."""
-    if cell is None:
-        return b"null"
-    if cell[10:11] == b" " and cell[-3:] == b"+00":
-        return b'"%bT%bZ"' % (cell[:10], cell[11:-3])
-    return _null_or_text(cell)  # infinity, BC
-
-
-def _payload(type_oid: int) -> Quote:
-    if type_oid in (JSON, JSONB):
-        return lambda cell: b"null" if cell is None else cell
-    if type_oid == BYTEA:
-        return lambda cell: b"null" if cell is None else orjson.dumps(cell.decode())
-    return _null_or_text

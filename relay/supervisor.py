@@ -298,7 +298,7 @@ class Supervisor:
         return None
 
     def _route(self, binding: Binding) -> Router:
-        return Router(self._config.routing, binding)
+        return Router(self._config.routing, binding, sink=self._config.sink.kind)
 
     def _stamp(self, identity: Identity, phase: str, detail: str) -> bytes:
         """The part of `relay-position` that a whole phase shares: relay, system, epoch, phase, timeline or gap."""
