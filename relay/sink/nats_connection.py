@@ -26,7 +26,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from relay.config import JetStream, Tls, mask_url, read_secret
-from relay.errors import AuthError, ConfigError, RelayError, SetupError, SinkUnavailable
+from relay.errors import AuthError, ConfigError, ProtocolError, RelayError, SetupError, SinkUnavailable
 from relay.sink.nats_acks import AckParser
 
 log = logging.getLogger("relay.sink.nats")
@@ -101,7 +101,9 @@ class NatsConnection:
                 await self.close()
                 if not isinstance(exc, Exception):
                     raise
-                failures.append(_translated(exc, mask_url(url)))
+                failures.append(
+                    _translated(exc, mask_url(url), signed=bool(config.nkey_seed_file or config.credentials_file))
+                )
                 continue
             return
         failures.sort(key=lambda error: isinstance(error, SinkUnavailable))  # what waiting will not cure comes first
@@ -322,7 +324,7 @@ def _denied(text: str) -> AuthError:
     )
 
 
-def _translated(error: Exception, url: str) -> RelayError:
+def _translated(error: Exception, url: str, *, signed: bool = False) -> RelayError:
     """What a failed connection means."""
     if isinstance(error, RelayError):
         return error
@@ -343,5 +345,6 @@ def _translated(error: Exception, url: str) -> RelayError:
         return SinkUnavailable(f"{url} did not answer in time")
     if isinstance(error, (nats.errors.Error, OSError)):
         return SinkUnavailable(f"cannot connect to {url}: {text}")
-    # nkeys raises its own exceptions for a seed it cannot read, and they share no base class
-    return AuthError(f"cannot use the credentials for {url}: {type(error).__name__} {text}")
+    if signed:  # nkeys raises its own exceptions for a seed it cannot read, and they share no base class
+        return AuthError(f"cannot use the credentials for {url}: {type(error).__name__} {text}")
+    return ProtocolError(f"unexpected {type(error).__name__} while connecting to {url}: {text}")
