@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from relay.errors import ConfigError
+from relay.presets import applied
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -180,21 +181,6 @@ class Columns(Section):
         return self
 
 
-class Outbox(Section):
-    table: str = Field("public.outbox_events", description="Schema-qualified name, as Postgres spells it.")
-    columns: Columns = Field(default_factory=Columns, description="Names of the table's columns.")
-    header_columns: dict[str, str] = Field(
-        default_factory=dict, description='Further columns to publish as headers: `header = "column"`.'
-    )
-
-    @field_validator("table")
-    @classmethod
-    def _qualified(cls, value: str) -> str:
-        if not value or value.count(".") > 1 or value.startswith(".") or value.endswith("."):
-            raise ValueError("write schema.table")
-        return value if "." in value else f"public.{value}"
-
-
 ROUTING_FIELDS = (
     "topic",
     "aggregate_type",
@@ -253,6 +239,47 @@ class Routing(Section):
     def _table_only(cls, value: str) -> str:
         if set(_FIELD.findall(value)) - {"table"} or not value:
             raise ValueError("may contain {table}, nothing else in braces, and not be empty")
+        return value
+
+
+class Outbox(Section):
+    preset: Literal["event_outbox", "outbox", "stream_outbox", "service_outbox", "debezium"] | None = Field(
+        None, description="A table that many have: fills in what this block does not say (docs/presets.md)."
+    )
+    table: str = Field("public.outbox_events", description="Schema-qualified name, as Postgres spells it.")
+    columns: Columns = Field(default_factory=Columns, description="Names of the table's columns.")
+    header_columns: dict[str, str] = Field(
+        default_factory=dict, description='Further columns to publish as headers: `header = "column"`.'
+    )
+    routing: Routing | None = Field(None, description="Routing of this table's events, instead of `[routing]`.")
+    unpublished: dict[str, Literal[True, False] | str] = Field(
+        default_factory=dict,
+        description='How the table says that a row is unpublished: `column = "value"`; `"NULL"` means IS NULL.',
+    )
+    write_back: dict[str, Literal[True, False] | str] = Field(
+        default_factory=dict,
+        description="Columns to set once the broker has acknowledged, for readers that expect it: "
+        '`column = "value"`; `"now()"` is the time. Empty: the row is never touched.',
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, block: Any) -> Any:
+        return applied(block) if isinstance(block, dict) else block
+
+    @field_validator("table")
+    @classmethod
+    def _qualified(cls, value: str) -> str:
+        if not value or value.count(".") > 1 or value.startswith(".") or value.endswith("."):
+            raise ValueError("write schema.table")
+        return value if "." in value else f"public.{value}"
+
+    @field_validator("header_columns")
+    @classmethod
+    def _sendable(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name.lower() in OWN_HEADERS or name.lower().startswith(("nats-", "relay-")):
+                raise ValueError(f"the header {name} is the relay's own")
         return value
 
 

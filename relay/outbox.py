@@ -6,8 +6,8 @@ A row is a list of text cells in the order of `FIELDS`, then the header columns:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from relay.config import Outbox
 from relay.errors import ContractError
@@ -46,10 +46,12 @@ class Mapping:
     header_names: tuple[str, ...]
     xid_column: str
     several: bool  # more than one table: ids that are not UUIDs get the table's name in front
+    optional: frozenset[str] = frozenset()  # columns that the table may do without: nobody named them explicitly
 
     @classmethod
     def of(cls, outbox: Outbox, ordinal: int, *, several: bool) -> Mapping:
         parts = tuple(getattr(outbox.columns, field) for field in FIELDS)
+        unsaid = {"seq", "xid"} - outbox.columns.model_fields_set
         return cls(
             table=outbox.table,
             ordinal=ordinal,
@@ -57,6 +59,17 @@ class Mapping:
             header_names=tuple(outbox.header_columns),
             xid_column=outbox.columns.xid,
             several=several,
+            optional=frozenset(getattr(outbox.columns, field) for field in unsaid),
+        )
+
+    def within(self, existing: Collection[str]) -> Mapping:
+        """The mapping as far as the table has its columns: without `seq` and `xid` where it was not adopted."""
+        gone = {column for column in self.optional if column not in existing}
+        return replace(
+            self,
+            columns=tuple("" if column in gone else column for column in self.columns),
+            xid_column="" if self.xid_column in gone else self.xid_column,
+            optional=frozenset(),
         )
 
     @property
@@ -67,6 +80,8 @@ class Mapping:
     def bind(self, columns: Sequence[tuple[str, int]]) -> Binding:
         """Find the parts in `columns` (name, type OID), the table's columns in Postgres' order."""
         names = [name for name, _ in columns]
+        if not self.optional.issubset(names):
+            return self.within(names).bind(columns)
         missing = [column for column in self.columns if column and column not in names]
         if missing:
             raise ContractError(

@@ -20,7 +20,16 @@ from relay.admin.status import progress_line
 from relay.backoff import Backoff
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, Snapshot, guard
 from relay.config import Config
-from relay.errors import OperatorError, RelayError, SetupError, SlotBusy, SlotLost, Superseded, TransientError
+from relay.errors import (
+    ContractError,
+    OperatorError,
+    RelayError,
+    SetupError,
+    SlotBusy,
+    SlotLost,
+    Superseded,
+    TransientError,
+)
 from relay.lsn import LSN, NOWHERE
 from relay.metrics import Metrics
 from relay.observer import observe
@@ -36,7 +45,7 @@ from relay.source.plugin import choose_decoder
 from relay.source.poll import GapSource
 from relay.source.replication import Identity, WalSender
 from relay.source.session import Session, connect, translated
-from relay.source.slot import publication_info, slot_fault, slot_info
+from relay.source.slot import publication_info, slot_fault, slot_info, table_columns
 from relay.source.stream import StreamSource
 
 log = structlog.get_logger("relay.supervisor")
@@ -108,6 +117,7 @@ class Supervisor:
         async with hold_lock(config, self._progress, self._stopping) as session:
             if session is None:
                 return
+            await self._look_at_tables(session)
             if config.source.plugin == "pgoutput":
                 await self._check_publication(session)
             wal = await WalSender.connect(
@@ -130,6 +140,19 @@ class Supervisor:
                     await self._stream(session, store, wal, checkpoint, identity)
             finally:
                 wal.close()
+
+    async def _look_at_tables(self, session: Session) -> None:
+        """Which of the columns that recovery needs are there: a table may be adopted while we are away."""
+        found = []
+        for mapping in mappings(self._config.outbox):
+            columns = await table_columns(session, mapping.table)
+            if columns is None:
+                raise ContractError(
+                    f"the table {mapping.table} does not exist (or this role may not see its schema)",
+                    hint="run `relay setup`, or name the right table in [[outbox]]",
+                )
+            found.append(mapping.within(columns))
+        self._mappings = tuple(found)
 
     async def _check_publication(self, session: Session) -> None:
         """Since PostgreSQL 18 a missing publication streams nothing and says nothing: refuse it before."""
@@ -298,7 +321,8 @@ class Supervisor:
         return None
 
     def _route(self, binding: Binding) -> Router:
-        return Router(self._config.routing, binding, sink=self._config.sink.kind)
+        routing = self._config.outbox[binding.mapping.ordinal].routing or self._config.routing
+        return Router(routing, binding, sink=self._config.sink.kind)
 
     def _stamp(self, identity: Identity, phase: str, detail: str) -> bytes:
         """The part of `relay-position` that a whole phase shares: relay, system, epoch, phase, timeline or gap."""
