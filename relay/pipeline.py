@@ -58,7 +58,8 @@ class Pipeline:
         self._emptied = asyncio.Event()  # the window has nothing
         self._room = asyncio.Event()  # the window is not full
         self._up = False  # the sink is open
-        self._reader: asyncio.Task[None] | None = None
+        self._over = False  # nobody waits for the sink any more
+        self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
         self.acknowledged = start  # everything before it is durable in the broker
@@ -66,28 +67,50 @@ class Pipeline:
 
     async def run(self, source: Source) -> None:
         """Until the source ends, fails, or `stop` is called; then drains the window before it returns or raises."""
+        try:
+            await self._run(source)
+        finally:
+            # What is left comes again from the source, and then counts anew.
+            progress = self._progress
+            progress.in_flight_events = progress.in_flight_bytes = 0
+            progress.oldest_in_flight = progress.oldest_commit_at = None
+
+    async def _run(self, source: Source) -> None:
         async with asyncio.TaskGroup() as group:
             completer = group.create_task(self._complete(group))
             self._reader = group.create_task(self._read(source.batches(), group))
-            await asyncio.wait((self._reader,))
-            failure = None if self._reader.cancelled() else self._reader.exception()
-            if failure is None or isinstance(failure, TransientError):
-                # What was handed on before the source failed shall not come twice: wait for its acknowledgements.
+            try:
+                await asyncio.wait((self._reader,))
+                failure = None if self._reader.cancelled() else self._reader.result()
+                # What was handed on before the source ended shall not come twice: wait for its acknowledgements.
                 try:
                     await asyncio.wait_for(self._emptied.wait(), self._delivery.shutdown_timeout)
                 except TimeoutError:
                     log.warning("window.abandoned", events=self._progress.in_flight_events)
-            completer.cancel()
-            for pending in self._window:
-                if pending.task is not None:
-                    pending.task.cancel()
+            finally:
+                # Client libraries swallow a cancellation now and then (nats-py while it flushes): the flag survives it.
+                self._over = True
+                completer.cancel()
+                for pending in self._window:
+                    if pending.task is not None:
+                        pending.task.cancel()
+            if failure is not None:
+                raise failure
 
     def stop(self) -> None:
         """Read no more; `run` drains and returns."""
         if self._reader is not None:
             self._reader.cancel()
 
-    async def _read(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
+    async def _read(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> TransientError | None:
+        """Hand on what the source has; a source that went away is returned, not raised: the window drains first."""
+        try:
+            await self._hand_on(batches, group)
+        except TransientError as exc:
+            return exc
+        return None
+
+    async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
         progress, delivery, window = self._progress, self._delivery, self._window
         async for batch in batches:
             if batch.rejected:
@@ -134,6 +157,8 @@ class Pipeline:
         while True:
             try:
                 await self._sink.open()
+                if self._over:
+                    return
                 self._up = True
                 self._progress.sink_down_since = None
                 log.info("sink.opened")
@@ -146,6 +171,8 @@ class Pipeline:
                 self._progress.sink_down_since = self._progress.sink_down_since or time.monotonic()
                 await self._settle()
                 await self._sink.close()
+                if self._over:
+                    return
                 wait = backoff.next(random.random())  # noqa: S311  spreading, not secrecy
                 self._progress.sink_reconnects += 1
                 self._progress.last_error, self._progress.last_hint = str(exc), exc.hint

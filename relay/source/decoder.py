@@ -32,8 +32,8 @@ class Decoder(ABC):
     def __init__(self, *, start: LSN, skip: Sample | None, bind: Bind, stamp: bytes) -> None:
         self.end = start
         self.reply_due = False  # Postgres asked for a sign of life
-        self.transactions = 0
-        self.skipped = 0  # events of transactions that the checkpoint's snapshot sees
+        self.transactions = 0  # decoded since somebody last set this to 0
+        self.skipped = 0  # events of transactions that the checkpoint's snapshot sees, likewise
         self._skip = skip
         self._skipping = False
         self._bind = bind

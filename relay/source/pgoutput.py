@@ -127,6 +127,12 @@ class PgoutputDecoder(Decoder):
         return {"proto_version": "1", "publication_names": f'"{quoted}"'}
 
     def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+        try:
+            return self._decode(messages, rejected)
+        except (IndexError, UnicodeDecodeError) as exc:
+            raise ProtocolError(f"pgoutput message is truncated or is not UTF-8: {exc}") from exc
+
+    def _decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
         events: list[Event] = []
         add = events.append
         relations = self._relations
@@ -140,7 +146,7 @@ class PgoutputDecoder(Decoder):
                 oid = int.from_bytes(data[HEADER + 1 : HEADER + 5], "big")
                 reading = relations.get(oid)
                 if reading is None:
-                    if oid not in relations:
+                    if oid not in relations or len(data) < HEADER + 8:
                         raise ProtocolError("pgoutput Insert for a relation that was not announced")
                     continue
                 if transaction is None:

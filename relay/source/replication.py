@@ -17,9 +17,9 @@ from psycopg.errors import Diagnostic, error_from_result
 from psycopg.rows import TupleRow
 
 from relay.config import Database
-from relay.errors import AuthError, RelayError, SetupError, SourceUnavailable
+from relay.errors import AuthError, RelayError, SourceUnavailable
 from relay.lsn import LSN
-from relay.source.session import PINNED, translate, translated
+from relay.source.session import PINNED, publication_missing, translate, translated
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
 _PG_EPOCH = 946_684_800
@@ -114,10 +114,10 @@ class WalSender:
             size, data = self._pgconn.get_copy_data(1)
         except psycopg.Error as exc:
             raise translate(exc) from exc
+        if self._fault is not None:
+            raise self._fault  # before the data: a keepalive behind it would pass rows that were skipped
         if size > 0:
             return bytes(data)
-        if self._fault is not None:
-            raise self._fault
         if size == 0:
             return None
         result = self._pgconn.get_result()
@@ -155,7 +155,7 @@ class WalSender:
     def _noticed(self, notice: Diagnostic) -> None:
         # Since PostgreSQL 18 a missing publication is only a warning: rows would be skipped silently, for ever.
         if "skipped loading publication" in (notice.message_primary or ""):
-            self._fault = SetupError(f"Postgres says: {notice.message_primary}", hint="create it with `relay setup`")
+            self._fault = publication_missing(notice.message_primary or "")
 
 
 def _settle(future: asyncio.Future[bool], value: bool) -> None:

@@ -5,6 +5,7 @@ Every ordinary session goes to the primary, in UTC and autocommit; nothing here 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from psycopg import AsyncConnection, errors
 from psycopg.rows import TupleRow
 
 from relay.config import Database
-from relay.errors import AuthError, RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
+from relay.errors import AuthError, ContractError, RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
 
 # Text formats are pinned: role or database settings would otherwise change what we publish.
 PINNED = (
@@ -25,6 +26,7 @@ Session = AsyncConnection[TupleRow]
 
 _AUTH = {"28000", "28P01", "42501"}
 _GONE = {"57P01", "57P02", "57P03", "57P05", "25P03"}  # shutdown, crash, starting up, session timeouts
+_UNUSABLE = re.compile(r"invalid \S+ value|invalid port number|could not match \d+ (port|host)")  # libpq on a DSN
 
 
 async def connect(database: Database, application_name: str, *, options: str = "") -> Session:
@@ -77,6 +79,12 @@ def translate(exc: psycopg.Error) -> RelayError:
         return SlotLost(
             text, hint="`relay run` with source.mode = auto closes the gap from the table and makes a new slot"
         )
+    if state == "42704" and "publication" in text:
+        return publication_missing(text)
+    if state == "42703":
+        return ContractError(text, hint="name the right columns under [outbox.columns]")
+    if state == "55000" and "wal_level" in text:
+        return SetupError(text, hint="ALTER SYSTEM SET wal_level = 'logical';  then restart Postgres")
     if state == "3D000":
         return SetupError(text, hint="check the database's name in database.dsn")
     if state == "53300" or state in _GONE or state.startswith("08"):
@@ -90,7 +98,18 @@ def translate(exc: psycopg.Error) -> RelayError:
             return SetupError(text, hint="check the database's name in database.dsn")
         if "must be superuser or replication role" in lowered or "permission denied" in lowered:
             return AuthError(text, hint="ALTER ROLE … REPLICATION; sql/roles.sql has the grants the relay needs")
+        if "connection option" in lowered or _UNUSABLE.search(lowered):
+            return SetupError(text, hint="correct database.dsn")
         return SourceUnavailable(text)
     if state.startswith(("40", "57")) or state == "55P03":
         return SourceUnavailable(text)
     return SetupError(f"{text} (SQLSTATE {state})", hint="run `relay check`")
+
+
+def publication_missing(text: str) -> SlotLost:
+    """The stream reached a place where the publication did not exist; making it now does not change the past."""
+    return SlotLost(
+        f"Postgres says: {text}",
+        hint="`relay setup` makes the publication; a slot from before it cannot be used any more: `relay run` with "
+        "source.mode = auto replaces it and closes the gap from the table",
+    )

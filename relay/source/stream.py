@@ -50,8 +50,9 @@ class StreamSource:
             events = decoder.decode(messages, rejected)
             now = progress.last_heard = time.monotonic()
             progress.received_events += len(events) + len(rejected)
-            progress.received_transactions = decoder.transactions
-            progress.skipped_events = decoder.skipped
+            progress.received_transactions += decoder.transactions
+            progress.skipped_events += decoder.skipped
+            decoder.transactions = decoder.skipped = 0
             progress.received_lsn = decoder.end
             if decoder.reply_due:
                 decoder.reply_due = False
