@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from relay import __version__
-from relay.errors import ConfigError, RelayError
+from relay.errors import ConfigError, OperatorError, RelayError
 
 if TYPE_CHECKING:
     from relay.config import Config
@@ -137,6 +137,55 @@ def demo(
         counted = demo(rate=rate, seconds=seconds, kafka=kafka, chaos=chaos, kill_every=kill_every)
     _print(counted, render, json=json)
     if not counted.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="backlog, steady, idle, big-transaction; repeatable. All by default.")
+    ] = None,
+    sink: Annotated[str, typer.Option(help="jetstream or kafka.")] = "jetstream",
+    rows: Annotated[int | None, typer.Option(help="Rows to drain.")] = None,
+    rate: Annotated[int | None, typer.Option(help="Rows per second of the steady scenario.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Length of the steady and idle windows.")] = None,
+    repeat: Annotated[int, typer.Option(help="Rounds, interleaved; medians and spread are shown.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: a first impression.")] = False,
+    dsn: Annotated[
+        str | None, typer.Option(help="Your own Postgres instead of a private one; a database is created and dropped.")
+    ] = None,
+    broker: Annotated[
+        str | None, typer.Option(help="Your own broker: a NATS URL, or Kafka's bootstrap servers.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", metavar="FILE")] = None,
+    json: Json = False,
+) -> None:
+    """Measure the relay on this machine: speed, latency, CPU, memory, with pg_recvlogical beside it as the limit."""
+    with _Explained():
+        try:
+            from relay.bench import plan, render, runner  # noqa: PLC0415
+        except ModuleNotFoundError as missing:
+            raise OperatorError(
+                f"the benchmark needs {missing.name}", hint="pip install 'pg-outbox-relay[embedded]'"
+            ) from None
+        asked = plan.make_plan(
+            scenario or [],
+            sink=sink,
+            repeat=repeat,
+            quick=quick,
+            rows=rows,
+            rate=rate,
+            seconds=seconds,
+            dsn=dsn,
+            broker=broker,
+        )
+    report = _go(runner.run(asked, lambda text: typer.echo(text, err=True)))
+    if save is not None:
+        import orjson  # noqa: PLC0415
+
+        save.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    _print(report, render.render, json=json)
+    if not report.correct:
         raise typer.Exit(1)
 
 

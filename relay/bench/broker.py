@@ -1,0 +1,191 @@
+"""The broker as the benchmark sees it: a destination of its own per round, and how much is stored there.
+
+The count comes from the broker's own state, never from the tool under test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+import nats
+from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.cimpl import NewTopic
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from relay.bench.plan import PAYLOAD_BYTES, Plan
+from relay.bench.process import BenchError
+from relay.embedded import KafkaServer, NatsServer
+
+_PARTITIONS = 4
+_WARM_UP = 300_000  # events until the JVM has compiled what it will compile
+_TIMEOUT = 30.0
+
+
+class Broker(Protocol):
+    """One broker for a whole run."""
+
+    pid: int | None  # None: not ours, so its CPU is not visible
+    address: str
+    version: str
+
+    async def create(self, name: str) -> None: ...
+    async def stored(self, name: str) -> int: ...
+    async def drop(self, name: str) -> None: ...
+
+    def sink(self, name: str) -> dict[str, Any]:
+        """The relay's [sink] for the destination `name`."""
+        ...
+
+
+class JetStreamBroker:
+    """Streams: one per round, R1 on file, created by the relay itself as users do."""
+
+    def __init__(self, client: Client, address: str, pid: int | None) -> None:
+        self._client = client
+        self._js = client.jetstream(timeout=_TIMEOUT)
+        self.address = address
+        self.pid = pid
+        self.version = f"nats-server {_plain(client.connected_server_version)}"
+
+    async def create(self, name: str) -> None:
+        """Nothing to do: the relay creates the stream at its first start."""
+
+    async def stored(self, name: str) -> int:
+        try:
+            return int((await self._js.stream_info(name)).state.messages)
+        except NotFoundError:
+            return 0
+        except (NatsError, TimeoutError) as exc:
+            raise BenchError(f"nats-server does not answer: {exc!r}") from exc
+
+    async def drop(self, name: str) -> None:
+        with contextlib.suppress(NatsError):
+            await self._js.delete_stream(name)
+
+    def sink(self, name: str) -> dict[str, Any]:
+        stream = {"name": name, "subjects": [f"{name}.>"], "create": True}
+        return {"kind": "jetstream", "jetstream": {"servers": [self.address], "streams": [stream]}}
+
+
+class KafkaBroker:
+    """Topics: one per round, four partitions."""
+
+    def __init__(self, address: str, pid: int | None) -> None:
+        self._admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
+        self.address = address
+        self.pid = pid
+        self.version = "kafka"
+
+    async def create(self, name: str) -> None:
+        # By hand, so that the number of partitions does not depend on the broker's default.
+        futures = self._admin.create_topics([NewTopic(topic(name), _PARTITIONS)])
+        await asyncio.to_thread(_result, futures[topic(name)])
+
+    async def stored(self, name: str) -> int:
+        return await asyncio.to_thread(self._stored, topic(name))
+
+    async def drop(self, name: str) -> None:
+        with contextlib.suppress(BenchError):
+            await asyncio.to_thread(_result, self._admin.delete_topics([topic(name)])[topic(name)])
+
+    def sink(self, name: str) -> dict[str, Any]:
+        options = {"bootstrap.servers": self.address}
+        return {"kind": "kafka", "kafka": {"topics": [topic(name)], "options": options}}
+
+    async def warm_up(self, events: int) -> None:
+        """A JVM that was just started would be measured compiling itself."""
+        name = f"relay_bench_warm_{secrets.token_hex(4)}"
+        await self.create(name)
+        await asyncio.to_thread(self._produce, topic(name), events)
+        await self.drop(name)
+
+    def _produce(self, name: str, events: int) -> None:
+        producer = Producer(
+            {
+                "bootstrap.servers": self.address,
+                "enable.idempotence": True,
+                "linger.ms": 1,
+                "compression.type": "lz4",
+                "log_level": 0,
+            }
+        )
+        body = b"x" * PAYLOAD_BYTES
+        for index in range(events):
+            while True:
+                try:
+                    producer.produce(name, body, key=b"key-%d" % (index % 1000))
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        if producer.flush(_TIMEOUT):
+            raise BenchError("the warm-up of Kafka did not end")
+
+    def _stored(self, name: str) -> int:
+        # Nothing of our own topic is ever deleted, and without transactions every offset is an event.
+        ends: Any = OffsetSpec  # untyped
+        asked = {TopicPartition(name, number): ends.latest() for number in range(_PARTITIONS)}
+        futures = self._admin.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=_TIMEOUT
+        )
+        return sum(_result(future).offset for future in futures.values())
+
+
+def topic(name: str) -> str:
+    """Where the rows of destination `name` go: they all have the same type."""
+    return f"{name}.order.created"
+
+
+def _plain(version: object) -> str:
+    found = re.search(r"\d+\.\d+\.\d+", str(version))
+    return found[0] if found else ""
+
+
+def _result(future: Any) -> Any:
+    try:
+        return future.result(_TIMEOUT)
+    except (KafkaException, TimeoutError) as exc:
+        raise BenchError(f"Kafka refuses or does not answer: {exc}") from exc
+
+
+@contextlib.asynccontextmanager
+async def _jetstream(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker]:
+    with contextlib.ExitStack() as stack:
+        pid, address = None, plan.broker
+        if address is None:
+            say("starting nats-server")
+            server = stack.enter_context(NatsServer())
+            pid, address = server.pid, server.url
+        try:
+            client = await nats.connect(address, allow_reconnect=False, connect_timeout=10)
+        except (NatsError, OSError, TimeoutError) as exc:
+            raise BenchError(f"nats-server cannot be reached: {exc!r}", hint="see --broker") from exc
+        try:
+            yield JetStreamBroker(client, address, pid)
+        finally:
+            await client.close()
+
+
+@contextlib.asynccontextmanager
+async def _kafka(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker]:
+    with contextlib.ExitStack() as stack:
+        if plan.broker is not None:
+            yield KafkaBroker(plan.broker, None)
+            return
+        say("starting Kafka, and warming it up")
+        server = stack.enter_context(KafkaServer(fast_start=False))
+        broker = KafkaBroker(server.bootstrap, server.pid)
+        await broker.warm_up(_WARM_UP // (3 if plan.quick else 1))
+        yield broker
+
+
+_Opener = Callable[[Plan, Callable[[str], None]], contextlib.AbstractAsyncContextManager[Broker]]
+BROKERS: Mapping[str, _Opener] = {"jetstream": _jetstream, "kafka": _kafka}
