@@ -86,6 +86,14 @@ async def test_wrong_password(tmp_path: Path, nats: Nats, start_postgres: Callab
     assert "wrong" not in told
 
 
+@pytest.mark.parametrize(
+    "dsn", ["postgresql://postgres@127.0.0.1:x/d", "host=127.0.0.1 sslmode=nope", "host=a,b port=1,2,3"]
+)
+async def test_a_dsn_that_libpq_cannot_use(tmp_path: Path, nats: Nats, dsn: str) -> None:
+    with RelayProcess(write_config(tmp_path, settings(dsn, jetstream(nats.url, "never")))) as relay:
+        await relay.refuses(3, "database.dsn")
+
+
 async def test_no_such_database(tmp_path: Path, database: Database, nats: Nats) -> None:
     dsn = database.server.dsn("no_such_database")
     with RelayProcess(write_config(tmp_path, settings(dsn, jetstream(nats.url, "never")))) as relay:
@@ -127,22 +135,21 @@ async def test_wal_level_too_low(
 # --- the slot
 
 
-@pytest.mark.parametrize("kind", ["plugin", "physical"])
-async def test_a_slot_of_another_kind(
-    tmp_path: Path, any_database: Database, any_sections: dict[str, Any], prefix: str, kind: str
-) -> None:
-    path = await prepare(tmp_path, any_sections)
-    plugin = "wal2json" if any_database.server.version == "15" else "test_decoding"
-    if kind == "plugin":
-        any_database.query("SELECT pg_create_logical_replication_slot(%s, %s)", prefix, plugin)
-    else:
-        any_database.query("SELECT pg_create_physical_replication_slot(%s)", prefix)
+async def test_a_slot_of_another_plugin(tmp_path: Path, database15: Database, nats: Nats, prefix: str) -> None:
+    path = await prepare(tmp_path, settings(database15.dsn, jetstream(nats.url, prefix), source={"slot": prefix}))
+    database15.query("SELECT pg_create_logical_replication_slot(%s, 'wal2json')", prefix)
+    with RelayProcess(path) as relay:
+        await relay.refuses(3, prefix, "wal2json", "source.slot")
+
+
+async def test_a_physical_slot(tmp_path: Path, database: Database, sections: dict[str, Any], prefix: str) -> None:
+    path = await prepare(tmp_path, sections)
+    database.query("SELECT pg_create_physical_replication_slot(%s)", prefix)
     try:
         with RelayProcess(path) as relay:
-            expected = plugin if kind == "plugin" else "physical"
-            await relay.refuses(3, prefix, expected, "source.slot")
+            await relay.refuses(3, prefix, "physical", "source.slot")
     finally:
-        any_database.query("SELECT pg_drop_replication_slot(%s)", prefix)
+        database.query("SELECT pg_drop_replication_slot(%s)", prefix)
 
 
 async def test_a_slot_of_another_database(
