@@ -27,6 +27,7 @@ from relay.errors import (
     SetupError,
     SlotBusy,
     SlotLost,
+    SourceUnavailable,
     Superseded,
     TransientError,
 )
@@ -67,6 +68,7 @@ class Supervisor:
         self._mappings = mappings(config.outbox)
         self._stopping = asyncio.Event()
         self._pipeline: Pipeline | None = None
+        self._lost: SlotLost | None = None  # what a stream told us: the slot exists, and cannot be used any more
 
     def stop(self) -> None:
         """Drain, checkpoint, confirm, and return from `run`."""
@@ -151,6 +153,7 @@ class Supervisor:
                     f"the table {mapping.table} does not exist (or this role may not see its schema)",
                     hint="run `relay setup`, or name the right table in [[outbox]]",
                 )
+            mapping.within(columns).bind([(name, 0) for name in columns])  # every column that the config names
             found.append(mapping.within(columns))
         self._mappings = tuple(found)
 
@@ -190,7 +193,7 @@ class Supervisor:
             return fault
         if fault is not None:
             raise fault
-        return None
+        return self._lost
 
     async def _recover(
         self,
@@ -211,6 +214,14 @@ class Supervisor:
                 hint="publish again what was written since the checkpoint, then delete the row of "
                 f"outbox_relay_checkpoint where relay = '{config.relay.name}' and start with --from-now",
             )
+        if self._lost is not None:
+            with translated():
+                await session.execute(
+                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s",
+                    (config.source.slot,),
+                )
+            log.warning("slot.dropped", slot=config.source.slot, reason=str(self._lost))
+            self._lost = None
         progress.enter("recovering")
         progress.recoveries += not first
         log.info("recovery.started", reason=str(fault), since=str(checkpoint.snap))
@@ -234,7 +245,8 @@ class Supervisor:
                 table, seq = source.reached(pipeline.acknowledged)
                 await store.save_recovery(replace(gap, table=table, seq=seq).to_json())
 
-            await self._move(pipeline, source, session, note_place)
+            if not self._stopping.is_set():  # told while we connected: `stop` found no pipeline to stop
+                await self._move(pipeline, source, session, note_place)
         if self._stopping.is_set():
             await note_place()
             return checkpoint
@@ -257,6 +269,8 @@ class Supervisor:
             stamp=self._stamp(identity, "stream", str(identity.timeline)),
         )
         await wal.start(config.source.slot, checkpoint.lsn, options)
+        if self._stopping.is_set():  # told while we connected: `stop` found no pipeline to stop
+            return
         source = StreamSource(
             wal,
             decoder,
@@ -275,6 +289,12 @@ class Supervisor:
             await self._move(
                 pipeline, source, session, checkpointer.tick, source.attend(), observe(config, self._metrics)
             )
+        except (RelayError, BaseExceptionGroup) as exc:
+            failure = decisive(exc)
+            if not isinstance(failure, SlotLost) or config.source.mode != "auto":
+                raise
+            self._lost = failure  # the next session replaces the slot and closes the gap from the table
+            raise SourceUnavailable(str(failure), hint=failure.hint) from exc
         finally:
             # Whatever ended it: what is acknowledged shall not come again. If this fails, too, it will: no harm done.
             with suppress(RelayError):
