@@ -128,7 +128,7 @@ def order_per_key(stored: Iterable[Stored]) -> dict[bytes, list[int]]:
 def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Stored]:
     """Everything that the topic holds at this moment, partition by partition."""
     consumer = Consumer(
-        {"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False, "log_level": 0}
+        {"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False, "fetch.wait.max.ms": 10}
     )
     deadline = time.monotonic() + timeout
     stored: list[Stored] = []

@@ -22,6 +22,7 @@ from relay.errors import (
     SetupError,
     SinkUnavailable,
 )
+from relay.sink.kafka_partition import HASHES
 
 Option = bool | int | float | str
 
@@ -68,7 +69,7 @@ _FORBIDDEN: dict[str, tuple[Callable[[Option], bool], str]] = {
     "retries": (lambda v: _number(v) < 2**31 - 1, "events that run out of retries are dropped; leave it out"),
     "max.in.flight.requests.per.connection": (lambda v: _number(v) > 5, "more than 5 lose their order"),
     "transactional.id": (lambda _: True, "belongs to the relay"),
-    "partitioner": (lambda v: str(v).lower() == "random", "events of one key need one partition"),
+    "partitioner": (lambda v: str(v) not in HASHES, "events of one key need one partition, and we must know which"),
     "delivery.report.only.error": (lambda v: not _off(v), "the relay counts acknowledgements"),
 }
 
