@@ -5,21 +5,26 @@ It is a private server like the others: its folder holds relay.toml and its log,
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import IO
 
+import relay
 from relay.config import Config, load, plain_environment
-from relay.embedded.process import Server, free_port
+from relay.embedded.process import EmbeddedError, Server, free_port
 
 STREAM = "EVENTS"
 TOPIC = "events.order"
 
+_STOP_TIMEOUT = 5.0
+
 # Loopback never goes through the proxy that the user's environment may name.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+# The relay that is killed is the one that the demo was imported from, installed or not.
+_CODE = str(Path(relay.__file__).parent.parent)
 
 _COMMON = """\
 [relay]
@@ -27,6 +32,9 @@ name = "demo"
 
 [database]
 dsn = "{dsn}"
+
+[delivery]
+shutdown_timeout = "3s"
 
 [admin]
 listen = "127.0.0.1:{port}"
@@ -64,7 +72,6 @@ class RelayProcess(Server):
     """`start()` returns when it is ready; `kill()` is kill -9; `close()` lets it drain."""
 
     name = "relay"
-    end_signal = signal.SIGTERM
 
     def __init__(self, dsn: str, broker: str, *, kafka: bool) -> None:
         super().__init__()
@@ -78,6 +85,15 @@ class RelayProcess(Server):
     def config(self) -> Config:
         return load(self._path, {})
 
+    def close(self) -> None:
+        """Let it drain and confirm, as a service manager would; but nobody waits long for a demo."""
+        if self.is_running:
+            try:
+                self.stop(_STOP_TIMEOUT)
+            except EmbeddedError:
+                self.kill()
+        super().close()
+
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "relay", "run", "--config", str(self._path)]
 
@@ -85,7 +101,7 @@ class RelayProcess(Server):
         return subprocess.Popen(  # noqa: S603
             self._command(),
             cwd=self.folder,
-            env=plain_environment(),
+            env=plain_environment() | {"PYTHONPATH": _CODE},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

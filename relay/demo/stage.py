@@ -40,7 +40,6 @@ class Stage:
         self._console = Console(stderr=True, highlight=False)  # talk; the result goes to stdout
         self._ledger = Ledger()
         self._restarting = False
-        self._dropped = 0  # by the broker, as relays that are gone have told
 
     def play(self) -> Summary:
         """Until the time is over or a signal came; a second signal ends it without a verdict."""
@@ -94,7 +93,7 @@ class Stage:
             await self._look(relay)
             for task in behind:
                 task.cancel()
-        return self._ledger.summary(seconds=took, kills=self._scene.kills, dropped_by_broker=self._dropped_in_all())
+        return self._ledger.summary(seconds=took, kills=self._scene.kills, dropped_by_broker=self._scene.dropped)
 
     @asynccontextmanager
     async def _signals(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -126,7 +125,7 @@ class Stage:
                 pass
             await self._look(relay)
             self._restarting = True
-            self._dropped, self._scene.status = self._dropped_in_all(), {}
+            self._scene.dropped_before, self._scene.status = self._scene.dropped, {}
             self._scene.kills += 1
             self._scene.say(f"killed the relay: kill -9 {relay.pid}")
             before = time.monotonic()
@@ -161,9 +160,6 @@ class Stage:
             status = {}
         if not self._restarting:
             self._scene.status = status
-
-    def _dropped_in_all(self) -> int:
-        return self._dropped + int(self._scene.status.get("counters", {}).get("duplicate_events", 0))
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

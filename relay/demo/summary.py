@@ -15,7 +15,8 @@ def render(summary: Summary) -> Table:
     table.add_column()
     table.add_column(style="dim")
     verdict = Text("nothing lost", "bold green") if summary.ok else Text("NOT what was promised", "bold red")
-    table.add_row("", verdict, f"{summary.seconds:.0f} s" + (f", {summary.kills} kills" if summary.kills else ""))
+    killed = f", killed {summary.kills} times with kill -9" if summary.kills else ""
+    table.add_row("", verdict, f"{summary.seconds:.0f} s{killed}")
     rows = (
         (summary.committed, "committed", "transactions of the shop", False),
         (summary.rolled_back, "rolled back", "their events must never be seen", False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from relay.demo.ledger import Delivered, Ledger
 from relay.demo.summary import duration, milliseconds, size
 
 _REFRESH = 0.25
+_MINUTE = 60
 _OTHER_LINES = 18  # of the picture, without the events
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"streaming": "green", "recovering": "cyan", "polling": "cyan", "down": "red"}
@@ -35,10 +37,16 @@ class Scene:
     started: float = 0.0  # monotonic
     kills: int = 0
     status: dict[str, Any] = field(default_factory=dict)  # empty: it does not answer
-    news: str = "Ctrl-C closes the shop, waits for the rest, and counts"
+    dropped_before: int = 0  # repeats that the broker dropped, as relays that are gone have told
+    news: list[str] = field(default_factory=lambda: ["Ctrl-C closes the shop, waits for the rest, and counts"])
 
     def say(self, what: str) -> None:
-        self.news = what
+        self.news.append(f"{_clock()} {what}")
+
+    @property
+    def dropped(self) -> int:
+        """Events that were published again, and that the broker recognised by their ids."""
+        return self.dropped_before + int(self.status.get("counters", {}).get("duplicate_events", 0))
 
     @property
     def state(self) -> str:
@@ -67,7 +75,7 @@ class View:
         self._console = console
         self._scene = scene
         self._samples: deque[_Sample] = deque(maxlen=int(2 / _REFRESH) + 1)  # rates are over two seconds
-        self._history: deque[float] = deque(maxlen=60)  # delivered in each second
+        self._history: deque[float] = deque(maxlen=_MINUTE)  # delivered in each second
 
     async def run(self) -> None:
         if self._console.is_terminal:
@@ -76,12 +84,12 @@ class View:
             await self._lines()
 
     async def _lines(self) -> None:
-        shown = ""
+        told = 0
         self._take()
         while True:
-            if self._scene.news != shown:
-                shown = self._scene.news
-                self._console.print(f"{_clock()} {shown}", soft_wrap=True)
+            for what in self._scene.news[told:]:
+                self._console.print(what, soft_wrap=True)
+            told = len(self._scene.news)
             await asyncio.sleep(1.0)
             self._take()
             self._console.print(self.line(), soft_wrap=True)
@@ -135,7 +143,8 @@ class View:
         columns.add_column(ratio=1)
         columns.add_column(ratio=1)
         columns.add_row(self._flow(), self._relay())
-        return Group(self._title(), columns, self._events(events), Text(f" {self._scene.news}", "dim italic"))
+        news = Text(f" {self._scene.news[-1]}", "italic", no_wrap=True, overflow="ellipsis")
+        return Group(self._title(), columns, self._minute(), self._events(events), news)
 
     def _title(self) -> Table:
         scene = self._scene
@@ -145,6 +154,9 @@ class View:
         title.add_column(justify="right", style="dim")
         way = Text.assemble(" ", ("relay demo", "bold"), f"   shop → PostgreSQL 18 → relay → {scene.broker} → consumer")
         title.add_row(way, f"{seconds // 60:02d}:{seconds % 60:02d}")
+        title.add_row(
+            Text.assemble((" look at      ", "dim"), (f"{scene.admin_url}/status", "cyan"), ("  /metrics", "cyan"))
+        )
         return title
 
     def _flow(self) -> Panel:
@@ -155,9 +167,9 @@ class View:
         table.add_row("delivered", f"{ledger.delivered:,}", f"{delivered:,.0f}/s")
         table.add_row("on the way", f"{ledger.owed:,}", "")
         table.add_row("rolled back", f"{ledger.rolled_back:,}", _never(ledger.uncommitted_delivered, "never seen"))
-        table.add_row("duplicates", f"{ledger.duplicates:,}", "dropped by id" if ledger.duplicates else "")
+        table.add_row("repeats", f"{self._scene.dropped:,}", "dropped by the broker")
+        table.add_row("duplicates", f"{ledger.duplicates:,}", "dropped by the consumer")
         table.add_row("out of order", f"{ledger.out_of_order:,}", "")
-        table.add_row("a minute", "", Text(sparkline(list(self._history)[-20:]), "green"))
         return Panel(table, title="Events", title_align="left", border_style="dim", box=box.ROUNDED)
 
     def _relay(self) -> Panel:
@@ -165,24 +177,24 @@ class View:
         latency = scene.ledger.recent_latency()
         table = _numbers()
         table.add_row("state", Text(f"● {scene.state}", _COLOURS.get(scene.state, "yellow")), "")
-        table.add_row("kills", f"{scene.kills}", "kill -9" if scene.kills else "")
-        table.add_row("lag", scene.lag, "WAL not confirmed yet")
+        table.add_row("killed", f"{scene.kills}", "times, with kill -9")
+        table.add_row("lag", scene.lag, "WAL to confirm")
         table.add_row("in flight", scene.in_flight, "events")
-        if latency:
-            table.add_row("latency p50", duration(latency.p50), "COMMIT → consumer")
-            table.add_row("p99", duration(latency.p99), f"max {duration(latency.max)}")
-        else:
-            table.add_row("latency", "-", "")
-            table.add_row("", "", "")
-        table.add_row("look at", Text(f"{scene.admin_url}/status", "cyan", no_wrap=True), "")
+        table.add_row("latency p50", duration(latency.p50) if latency else "-", "COMMIT → consumer")
+        table.add_row("p99", duration(latency.p99) if latency else "-", "")
+        table.add_row("max", duration(latency.max) if latency else "-", "")
         return Panel(table, title="Relay", title_align="left", border_style="dim", box=box.ROUNDED)
+
+    def _minute(self) -> Text:
+        bars = sparkline(self._history).rjust(_MINUTE)
+        return Text.assemble((" delivered/s, last minute  ", "dim"), (bars, "green"), no_wrap=True, overflow="crop")
 
     def _events(self, count: int) -> Panel:
         table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
-        table.add_column("arrived", no_wrap=True)
-        table.add_column("event", no_wrap=True)
-        table.add_column("order", justify="right", no_wrap=True)
-        table.add_column("id", style="dim", no_wrap=True)
+        table.add_column("arrived", no_wrap=True, width=12)
+        table.add_column("event", no_wrap=True, width=13)
+        table.add_column("order", justify="right", no_wrap=True, width=8)
+        table.add_column("id", style="dim", no_wrap=True, ratio=1)
         table.add_column("after", justify="right", no_wrap=True)
         newest: list[Delivered] = list(self._scene.ledger.last)[-count:][::-1]
         now, clock = time.monotonic(), time.time()
@@ -203,7 +215,7 @@ class View:
 _STEP_COLOURS = {"placed": "yellow", "paid": "cyan", "shipped": "green"}
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: Collection[float]) -> str:
     top = max(values, default=0.0)
     if not top:
         return ""
@@ -213,7 +225,7 @@ def sparkline(values: list[float]) -> str:
 def _numbers() -> Table:
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=11)
     table.add_column(style="dim", no_wrap=True)
     return table
 
