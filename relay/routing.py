@@ -82,22 +82,28 @@ class Router:
             names = self._own
         else:
             names, values = self._with_row_headers(row, values)
-        return Event(
-            event_id,
-            self._topic(row),
-            row[PARTITION_KEY] or self._key(row),
-            names,
-            values,  # type: ignore[arg-type]  # no None is left in it
-            self._body(event_id, row),
-            self._table,
-            transaction,
-            ordinal,
-        )
+        try:
+            return Event(
+                event_id,
+                self._topic(row),
+                row[PARTITION_KEY] or self._key(row),
+                names,
+                values,  # type: ignore[arg-type]  # no None is left in it
+                self._body(event_id, row),
+                self._table,
+                transaction,
+                ordinal,
+            )
+        except UnicodeDecodeError as exc:  # a database in SQL_ASCII stores, and sends, any bytes
+            raise Unroutable(f"a text of the row is not UTF-8: {exc.object[:40]!r}") from None
 
     def rejected(self, row: list[Cell], transaction: Transaction, ordinal: int) -> Event:
         """What can be said of a row that is unroutable: enough to keep it and to show it."""
         key, names = row[PARTITION_KEY] or self._key(row), HeaderNames.of(())
-        return Event(row[ID] or b"", "", key, names, (), row[PAYLOAD], self._table, transaction, ordinal)
+        event_id = row[ID] or b""
+        return Event(
+            event_id and self._id_prefix + event_id, "", key, names, (), row[PAYLOAD], self._table, transaction, ordinal
+        )
 
     def _with_row_headers(self, row: list[Cell], own: tuple[Cell, ...]) -> tuple[HeaderNames, tuple[bytes, ...]]:
         """Ours first, then the mapped columns, then the row's own; ours are never overridden."""
