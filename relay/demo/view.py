@@ -167,8 +167,8 @@ class View:
         table.add_row("delivered", f"{ledger.delivered:,}", f"{delivered:,.0f}/s")
         table.add_row("on the way", f"{ledger.owed:,}", "")
         table.add_row("rolled back", f"{ledger.rolled_back:,}", _never(ledger.uncommitted_delivered, "never seen"))
-        table.add_row("repeats", f"{self._scene.dropped:,}", "dropped by the broker")
-        table.add_row("duplicates", f"{ledger.duplicates:,}", "dropped by the consumer")
+        table.add_row("repeats", f"{self._scene.dropped:,}", "dropped by broker")
+        table.add_row("duplicates", f"{ledger.duplicates:,}", "dropped by consumer")
         table.add_row("out of order", f"{ledger.out_of_order:,}", "")
         return Panel(table, title="Events", title_align="left", border_style="dim", box=box.ROUNDED)
 
@@ -177,7 +177,7 @@ class View:
         latency = scene.ledger.recent_latency()
         table = _numbers()
         table.add_row("state", Text(f"● {scene.state}", _COLOURS.get(scene.state, "yellow")), "")
-        table.add_row("killed", f"{scene.kills}", "times, with kill -9")
+        table.add_row("killed", f"{scene.kills}", "times, kill -9")
         table.add_row("lag", scene.lag, "WAL to confirm")
         table.add_row("in flight", scene.in_flight, "events")
         table.add_row("latency p50", duration(latency.p50) if latency else "-", "COMMIT → consumer")
@@ -223,7 +223,7 @@ def sparkline(values: Collection[float]) -> str:
 
 
 def _numbers() -> Table:
-    table = Table.grid(padding=(0, 2, 0, 1))
+    table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True, min_width=11)
     table.add_column(style="dim", no_wrap=True)
