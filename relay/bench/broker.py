@@ -19,6 +19,7 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 
 from relay.bench.plan import PAYLOAD_BYTES, Plan
@@ -38,6 +39,7 @@ class Broker(Protocol):
     version: str
 
     async def create(self, name: str) -> None: ...
+    async def exists(self, name: str) -> bool: ...
     async def stored(self, name: str) -> int: ...
     async def drop(self, name: str) -> None: ...
 
@@ -59,11 +61,18 @@ class JetStreamBroker:
     async def create(self, name: str) -> None:
         """Nothing to do: the relay creates the stream at its first start."""
 
+    async def exists(self, name: str) -> bool:
+        return await self._info(name) is not None
+
     async def stored(self, name: str) -> int:
+        info = await self._info(name)
+        return int(info.state.messages) if info is not None else 0
+
+    async def _info(self, name: str) -> StreamInfo | None:
         try:
-            return int((await self._js.stream_info(name)).state.messages)
+            return await self._js.stream_info(name)
         except NotFoundError:
-            return 0
+            return None
         except (NatsError, TimeoutError) as exc:
             raise BenchError(f"nats-server does not answer: {exc!r}") from exc
 
@@ -89,6 +98,9 @@ class KafkaBroker:
         # By hand, so that the number of partitions does not depend on the broker's default.
         futures = self._admin.create_topics([NewTopic(topic(name), _PARTITIONS)])
         await asyncio.to_thread(_result, futures[topic(name)])
+
+    async def exists(self, name: str) -> bool:  # noqa: ARG002
+        return True  # create() has returned
 
     async def stored(self, name: str) -> int:
         return await asyncio.to_thread(self._stored, topic(name))

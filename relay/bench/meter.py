@@ -14,16 +14,22 @@ def cpu(pid: int) -> float:
 
 
 def tree_cpu(pid: int) -> float:
-    """The same for a process, its children, and the children that ended meanwhile."""
+    """The same for a server, its children, and the children that ended meanwhile.
+
+    A child that ends moves its time to its parent. While that happens it would be counted twice or not at all, so a
+    reading counts only if the same children, and the parent's account of the ended ones, stand at its end.
+    """
     server = psutil.Process(pid)
-    times = server.cpu_times()
-    total = times.user + times.system + times.children_user + times.children_system
-    for child in server.children(recursive=True):
+    while True:
+        children = server.children()
+        ended = server.cpu_times()[2:4]
         try:
-            total += cpu(child.pid)
-        except psutil.NoSuchProcess:  # ended just now: the next reading finds it with its parent
+            total = sum(cpu(child.pid) for child in children)
+        except psutil.NoSuchProcess:
             continue
-    return float(total)
+        times = server.cpu_times()
+        if times[2:4] == ended and server.children() == children:
+            return float(total + sum(times[:4]))
 
 
 def peak_rss(pid: int) -> int:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relay.bench.plan import Scenario
 from relay.bench.result import LIMIT, Report, Spread, Summary
 
 
@@ -64,8 +65,10 @@ def render(report: Report) -> RenderableType:
     """One table per scenario, with the figures that it has."""
     facts = report.environment
     head = f"relay {facts['relay']}, PostgreSQL {facts['postgres']}, {facts['broker']}, {facts['cores']} cores"
-    names = dict.fromkeys(summary.scenario for summary in report.summaries)
-    tables = [_table(name, [each for each in report.summaries if each.scenario == name]) for name in names]
+    tables = [
+        _table(scenario, [each for each in report.summaries if each.scenario == scenario.name])
+        for scenario in report.plan.scenarios
+    ]
     parts: list[RenderableType] = [Text(head, style="dim"), *tables]
     load = facts["load_average_at_start"][0]
     if load > 0.5:
@@ -73,9 +76,10 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _table(scenario: str, summaries: list[Summary]) -> Table:
+def _table(scenario: Scenario, summaries: list[Summary]) -> Table:
     """A column per tool: there are more figures than fit side by side."""
-    table = Table(title=f"{scenario}, {summaries[0].sink}, runs: {summaries[0].repetitions}", title_justify="left")
+    title = f"{scenario.name}: {_size(scenario)}, {summaries[0].sink}, runs: {summaries[0].repetitions}"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for each in summaries:
         table.add_column(f"{each.tool}\n{each.mode}", justify="right")
@@ -84,6 +88,12 @@ def _table(scenario: str, summaries: list[Summary]) -> Table:
             table.add_row(row.title, *(_cell(row, each.figures.get(row.figure)) for each in summaries))
     table.add_row("every row arrived once", *(_complete(each) for each in summaries))
     return table
+
+
+def _size(scenario: Scenario) -> str:
+    if scenario.kind == "drain":
+        return f"{scenario.rows:,} rows, {scenario.per_transaction or scenario.rows:,} in a transaction"
+    return f"{scenario.rate:,} rows/s for {scenario.seconds:g} s" if scenario.rate else f"{scenario.seconds:g} s"
 
 
 def _complete(summary: Summary) -> RenderableType:

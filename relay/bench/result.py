@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from relay.bench.plan import Plan
+
 LIMIT = "pg_recvlogical"
 
 
@@ -98,7 +100,7 @@ class Report:
 
     format: int
     environment: Mapping[str, Any]
-    plan: Any
+    plan: Plan
     summaries: Sequence[Summary]
     measurements: Sequence[Measurement]
 

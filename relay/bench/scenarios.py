@@ -6,6 +6,7 @@ Each function gets a round (fresh database, fresh destination) and returns measu
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -42,10 +43,9 @@ async def drain(
 
 
 async def _drain(place: Round, plan: Plan, scenario: Scenario, tool: Tool, repetition: int, turn: int) -> Measurement:
-    child = tool.start()
     before = await place.costs(None, tool.slot)
     started = time.monotonic()
-    with child:
+    with tool.process() as child:
         samples = await _watch(child, tool, scenario.rows)
         after = await place.costs(child.pid, tool.slot)
         peak = peak_rss(child.pid)
@@ -117,11 +117,10 @@ async def steady(
     script = folder / f"{place.name}.sql"
     script.write_text(PGBENCH)
     listen = [sys.executable, "-m", "relay.bench.subscriber", plan.sink, place.broker.address, place.name, str(notes)]
-    writer = Child("pgbench", _pgbench(place, scenario, script))
-    with tool.start() as relay, Child("subscriber", listen, ready="ready") as subscriber:
+    with tool.process() as relay, Child("subscriber", listen, ready="ready") as subscriber:
         await tool.streaming(relay)
         say(f"{scenario.rate:,} rows per second for {scenario.warmup + scenario.seconds:g} s")
-        with writer:
+        with Child("pgbench", _pgbench(place, scenario, script)) as writer:
             await asyncio.sleep(scenario.warmup)
             window, before = time.time(), await place.costs(relay.pid, tool.slot)
             await asyncio.sleep(scenario.seconds)
@@ -158,7 +157,7 @@ async def steady(
 
 def _pgbench(place: Round, scenario: Scenario, script: Path) -> Sequence[str]:
     clients = str(max(_CLIENTS, scenario.rate // _ROWS_PER_CLIENT))
-    seconds = str(max(1, round(scenario.warmup + scenario.seconds)))
+    seconds = str(math.ceil(scenario.warmup + scenario.seconds) + 1)  # beyond the window's end
     command = [postgres_tool("pgbench", place.arena.bindir), "-n", "-M", "prepared", "-f", str(script), "-c", clients]
     return [*command, "-R", str(scenario.rate), "-T", seconds, "-d", place.dsn]
 
@@ -190,7 +189,7 @@ async def idle(
     """A relay with nothing to do."""
     tool = RelayTool(place, plan.mode, folder)
     await tool.prepare()
-    with tool.start() as relay:
+    with tool.process() as relay:
         await tool.streaming(relay)
         say(f"nothing happens for {scenario.warmup + scenario.seconds:g} s")
         await asyncio.sleep(scenario.warmup)

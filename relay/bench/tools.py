@@ -33,8 +33,8 @@ class Tool(Protocol):
     async def prepare(self) -> None:
         """Make the slot, on the empty table."""
 
-    def start(self) -> Child:
-        """A new process; the caller ends it."""
+    def process(self) -> Child:
+        """A new process; the caller starts and ends it."""
         ...
 
     async def moved(self) -> int:
@@ -72,19 +72,19 @@ class RelayTool:
 
     async def prepare(self) -> None:
         await self._round.set_up(load(self._file, {}))
-        with self.start() as child:
+        with self.process() as child:
             await self.streaming(child)
             child.stop()
 
-    def start(self) -> Child:
+    def process(self) -> Child:
         return Child("relay", [sys.executable, "-m", "relay", "run", "--config", str(self._file)])
 
     async def streaming(self, child: Child) -> None:
-        """Wait until the relay streams: checkpoint saved, slot in use."""
+        """Wait until the relay streams: destination there, checkpoint saved, slot in use."""
 
         async def streams() -> bool:
             child.must_run()
-            return bool(
+            return await self._round.broker.exists(self._round.name) and bool(
                 await self._round.value(
                     """
                     SELECT count(*) FROM outbox_relay_checkpoint c JOIN pg_replication_slots s ON s.slot_name = c.slot
@@ -122,7 +122,7 @@ class RecvLogical:
     async def prepare(self) -> None:
         await self._round.value("SELECT pg_create_logical_replication_slot(%s, %s)", self.slot, self._plugin)
 
-    def start(self) -> Child:
+    def process(self) -> Child:
         command = [self._binary, "--start", "--no-loop", "-d", self._round.dsn, "-S", self.slot, "-f", "/dev/null"]
         command += ["-F", "0"]  # no fsync, which the null device would refuse
         for name, value in self._options.items():
