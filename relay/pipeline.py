@@ -106,6 +106,9 @@ class Pipeline:
         """Hand on what the source has; a source that went away is returned, not raised: the window drains first."""
         try:
             await self._hand_on(batches, group)
+            # A source that has no more is done when everything is acknowledged, however long the broker is away: the
+            # recovery takes our return as "all published". `stop` ends it all the same.
+            await self._emptied.wait()
         except TransientError as exc:
             return exc
         return None
