@@ -63,7 +63,9 @@ class GapSource:
 
     async def batches(self) -> AsyncIterator[Batch]:
         ordinal, seq = self._after
-        for mapping in self._mappings[ordinal:]:
+        for mapping in self._mappings:
+            if mapping.ordinal < ordinal:  # not the index: tables that cannot be recovered are not in the list
+                continue
             after = seq if mapping.ordinal == ordinal else None
             async for batch in self._table(mapping, after):
                 yield batch
