@@ -224,7 +224,7 @@ def _topic(routing: Routing, table: str) -> Callable[[Row], str]:
         found = known.get(cells)
         if found is None:
             rendered = wanted(row) or fallback(row)
-            if rendered is None:
+            if not rendered:
                 raise Unroutable(
                     f"no topic: fields of {routing.topic!r} and of {routing.fallback_topic!r} are NULL in this row"
                 )
