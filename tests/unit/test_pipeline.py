@@ -248,6 +248,31 @@ async def test_a_source_that_ends_is_drained() -> None:
     assert pipeline.acknowledged == 2
 
 
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G5")
+async def test_a_source_that_has_ended_is_done_only_when_everything_is_acknowledged() -> None:
+    """A recovery takes the return of `run` as "all published": a broker that is away must not look like that."""
+    sink = FaultySink([Act("hold")])
+    pipeline, _ = make(sink, QUICK.model_copy(update={"shutdown_timeout": 0.001}))
+    async with running(pipeline, ListSource([batch(1)], ends=True)) as task:
+        await until(lambda: len(sink.held) == 1)
+        await asyncio.wait((task,), timeout=0.05)
+        assert not task.done()
+        sink.release()
+        await task
+        assert pipeline.acknowledged == 1
+
+
+async def test_stop_ends_also_a_source_that_has_ended() -> None:
+    sink = FaultySink([Act("hold")])
+    pipeline, _ = make(sink, QUICK.model_copy(update={"shutdown_timeout": 0.001}))
+    async with running(pipeline, ListSource([batch(1)], ends=True)) as task:
+        await until(lambda: len(sink.held) == 1)
+        pipeline.stop()
+        await asyncio.wait_for(task, 10)
+    assert pipeline.acknowledged == 0
+
+
 async def test_what_was_handed_on_before_the_source_failed_does_not_come_twice() -> None:
     sink = FaultySink([Act("store", 5), Act("lose"), Act("store", 5)])
     pipeline, progress = make(sink)
