@@ -55,6 +55,7 @@ class KafkaSink:
         self._suspects: set[Content] = set()
         self._culprits = 0
         self._blocked: dict[Lane, bytes] = {}
+        self._opening = 0  # a publish that began before the sink was opened or closed again must not send afterwards
 
     async def open(self) -> None:
         await self.close()
@@ -62,6 +63,10 @@ class KafkaSink:
         await self._connect(careful=bool(self._suspects))
 
     async def close(self) -> None:
+        self._opening += 1
+        await self._drop()
+
+    async def _drop(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -69,7 +74,7 @@ class KafkaSink:
                 self._suspects |= session.refused
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
-        session = self._usable()
+        session, opening = self._usable(), self._opening
         flight = None
         if not self._waiting and not session.careful:
             flight = session.launch(batch)
@@ -79,20 +84,20 @@ class KafkaSink:
         try:
             async with self._turn:
                 if flight is None:
-                    session = self._usable()
+                    session = self._usable(opening)
                     if session.careful and any((e.topic, e.key, e.body) in self._suspects for e in batch.events):
                         return await self._publish_singly(session, batch)
                     if session.careful:
-                        session = await self._go_normal()
+                        session = await self._go_normal(opening)
                     flight = session.launch(batch)
                 await self._hand_over(session, flight)
         finally:
             self._waiting -= 1
         return await flight.future
 
-    def _usable(self) -> Session:
+    def _usable(self, opening: int | None = None) -> Session:
         session = self._session
-        if session is None:
+        if session is None or opening not in (None, self._opening):
             raise SinkUnavailable("Kafka sink is not open")
         if session.ending:
             raise session.error or SinkUnavailable("Kafka sink was closed")
@@ -139,14 +144,16 @@ class KafkaSink:
                 raise
         return rejected
 
-    async def _go_normal(self) -> Session:
+    async def _go_normal(self, opening: int) -> Session:
         """The suspects are behind us. If all were innocent, the message set as a whole was too big for the topic."""
         if not self._culprits:
             size = int(self._options.get("batch.size", _BATCH_SIZE))
             self._options["batch.size"] = max(size // 2, 1024)
             log.info("kafka batch size halved", batch_size=self._options["batch.size"])
         self._suspects.clear()
-        await self.close()
+        await self._drop()
+        if opening != self._opening:
+            raise SinkUnavailable("Kafka sink was closed")
         return await self._connect(careful=False)
 
     async def _connect(self, *, careful: bool) -> Session:

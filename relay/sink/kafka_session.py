@@ -210,6 +210,8 @@ class Session:
             if self.careful:
                 self.post(flight.fail, failure)
                 return
+            # Innocent neighbours are among them: the next session finds the culprit.
+            failure = SinkUnavailable(f"{failure}; looking for the culprit", hint=failure.hint)
         self._note(failure, consequence=error.code() in CONSEQUENCES)
 
     def _note(self, error: RelayError, *, consequence: bool = False) -> None:
@@ -248,8 +250,6 @@ class Session:
 
     def _settle(self) -> None:
         error = self.error or SinkUnavailable("Kafka sink was closed")
-        if isinstance(error, EventRejected):  # innocent neighbours are among them: the next session finds the culprit
-            error = SinkUnavailable(f"{error}; looking for the culprit", hint=error.hint)
         self.error = error
         for flight in list(self.flights):
             flight.fail(error)
