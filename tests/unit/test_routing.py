@@ -232,7 +232,7 @@ def test_without_an_id_there_is_no_event(missing: bytes | None) -> None:
 def test_text_that_is_not_utf_8_rejects_the_row_and_nothing_else(column: str) -> None:
     """A database in SQL_ASCII stores any bytes, and no client encoding converts them."""
     with pytest.raises(Unroutable):
-        event(**{column: b"caf\xe9"})
+        event(None, **{column: b"caf\xe9"})
     event()
 
 
@@ -370,7 +370,7 @@ def test_trace_context_passes() -> None:
 
 
 def test_a_column_in_several_parts() -> None:
-    outbox = Outbox(columns={"aggregate_id": "id"}, header_columns={"x-id": "id"})  # type: ignore[arg-type]
+    outbox = Outbox(columns={"aggregate_id": "id"}, header_columns={"x-id": "id"})
     columns = {name: oid for name, oid in TYPES.items() if name != "aggregate_id"}
     binding = Mapping.of(outbox, 0, several=False).bind([*columns.items(), ("xid", 5069)])
     row: list[bytes | None] = [None] * binding.width

@@ -1,0 +1,264 @@
+"""The supervisor's decisions: which failure counts, how to go on, which table is ours. The rest runs on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import relay.supervisor as module
+from relay import errors
+from relay.backoff import Backoff
+from relay.checkpoint import Checkpoint, Snapshot
+from relay.config import Config, Outbox
+from relay.errors import (
+    ContractError,
+    EventRejected,
+    ProtocolError,
+    RelayError,
+    SetupError,
+    SinkUnavailable,
+    SlotBusy,
+    SlotLost,
+    SourceUnavailable,
+    Superseded,
+    TransientError,
+)
+from relay.lsn import LSN
+from relay.metrics import Metrics
+from relay.progress import Progress, State
+from relay.singleton import STANDBY_INTERVAL
+from relay.source.replication import Identity
+from relay.source.slot import SlotInfo
+from relay.supervisor import Supervisor, decisive
+from tests.fakes import FaultySink
+
+IDENTITY = Identity("7", 1, LSN(5000), "shop")
+SLOT = SlotInfo(name="outbox_relay", plugin="pgoutput", database="shop", confirmed_flush_lsn=LSN(4000))
+
+
+def supervisor(**sections: Any) -> tuple[Supervisor, Progress, FaultySink]:
+    progress, sink = Progress(), FaultySink()
+    config = Config.model_validate(sections)
+    return Supervisor(config, sink, progress, Metrics(progress, relay_name="t")), progress, sink
+
+
+# -------------------------------------------------------------------------------------------------- what decides
+
+FAILURES: list[RelayError] = [
+    SourceUnavailable("a"),
+    SinkUnavailable("b"),
+    SlotBusy("c"),
+    Superseded("d"),
+    SetupError("e"),
+    EventRejected("f"),
+    ProtocolError("g"),
+]
+
+
+def nested(leaves: list[RelayError], data: st.DataObject) -> BaseException:
+    """The leaves, in groups within groups, as task groups raise them."""
+    items: list[Exception] = list(leaves)
+    while len(items) > 1 or not isinstance(items[0], ExceptionGroup):
+        size = data.draw(st.integers(1, len(items)))
+        items = [ExceptionGroup("tasks", items[:size]), *items[size:]]
+    return items[0]
+
+
+@given(st.lists(st.sampled_from(FAILURES), min_size=1, max_size=6, unique=True), st.data())
+def test_what_cannot_be_cured_by_waiting_decides(leaves: list[RelayError], data: st.DataObject) -> None:
+    found = decisive(nested(leaves, data))
+    assert found in leaves
+    if any(not isinstance(leaf, TransientError) for leaf in leaves):
+        assert not isinstance(found, TransientError)
+    elif any(isinstance(leaf, Superseded) for leaf in leaves):
+        assert isinstance(found, Superseded)  # publishing on while another relay writes is the worst
+
+
+def test_a_plain_error_decides_by_itself() -> None:
+    failure = SetupError("x")
+    assert decisive(failure) is failure
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError(), KeyboardInterrupt(), MemoryError()])
+def test_what_is_not_ours_goes_up_as_it_is(bug: BaseException) -> None:
+    group = BaseExceptionGroup("tasks", [SourceUnavailable("a"), bug])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        decisive(group)
+    assert caught.value is group
+
+
+def test_exit_codes() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RelayError)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert kind.exit_code == (
+            2 if kind is errors.ConfigError else 3 if issubclass(kind, errors.OperatorError) else 1
+        ), kind
+
+
+# ----------------------------------------------------------------------------------------------------- the retry loop
+
+
+async def outcomes(relay: Supervisor, monkeypatch: pytest.MonkeyPatch, *results: BaseException | None) -> list[float]:
+    """Run it through sessions that end like this; then it is stopped. Returns how long it would have waited."""
+    waits: list[float] = []
+    script = list(results)
+
+    async def session() -> None:
+        if not script:
+            relay.stop()
+            return
+        result = script.pop(0)
+        if result is not None:
+            raise result
+
+    async def pause(stopping: asyncio.Event, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(relay, "_session", session)
+    monkeypatch.setattr(module, "pause", pause)
+    await relay.run()
+    return waits
+
+
+async def test_transient_failures_are_retried_for_ever_with_growing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, progress, _ = supervisor(delivery={"backoff_initial": 100.0, "backoff_max": 10_000.0})
+    group = ExceptionGroup("tasks", [SourceUnavailable("gone", hint="wait"), SinkUnavailable("too")])
+    waits = await outcomes(relay, monkeypatch, *[SourceUnavailable("gone", hint="wait")] * 10, group)
+    assert len(waits) == 11
+    assert all(100 * 2**n / 2 <= wait <= 100 * 2**n for n, wait in enumerate(waits[:7]))
+    assert all(5000 <= wait <= 10_000 for wait in waits[7:])
+    assert progress.source_reconnects == 11
+    assert progress.state == "stopped"
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("failure", [SlotBusy("in use"), Superseded("epoch 2")])
+async def test_where_another_relay_is_active_it_stands_by(failure: RelayError, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, progress, _ = supervisor()
+    entered: list[State] = []
+
+    def enter(self: Progress, state: State) -> bool:
+        entered.append(state)
+        return True
+
+    monkeypatch.setattr(Progress, "enter", enter)
+    assert await outcomes(relay, monkeypatch, failure, failure) == [STANDBY_INTERVAL] * 2
+    assert entered == ["standby", "standby", "stopped"]
+    assert progress.source_reconnects == 0
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("failure", [SetupError("x"), EventRejected("x"), ContractError("x"), ProtocolError("x")])
+async def test_what_only_a_person_can_cure_ends_it(failure: RelayError, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, progress, sink = supervisor()
+    with pytest.raises(type(failure)) as caught:
+        await outcomes(relay, monkeypatch, ExceptionGroup("tasks", [SourceUnavailable("a"), failure]))
+    assert caught.value is failure
+    assert progress.state == "stopped"
+    with pytest.raises(SinkUnavailable, match="closed"):
+        await sink.publish(None)  # type: ignore[arg-type]
+
+
+async def test_a_bug_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, progress, _ = supervisor()
+    with pytest.raises(ZeroDivisionError):
+        await outcomes(relay, monkeypatch, ZeroDivisionError())
+    assert progress.state == "stopped"
+
+
+async def test_a_stop_is_heard_while_waiting() -> None:
+    relay, _, _ = supervisor(delivery={"backoff_initial": 3600.0, "backoff_max": 3600.0})
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        waiting = group.create_task(relay._wait_after(SourceUnavailable("gone"), Backoff(3600.0, 3600.0)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        relay.stop()
+    await relay.run()  # nothing left to do
+
+
+# ------------------------------------------------------------------------------------------ stream on, or recover
+
+
+def checkpoint(phase: str = "stream", lsn: int = 4000) -> Checkpoint:
+    return Checkpoint(1, "7", 1, "outbox_relay", LSN(lsn), Snapshot(900, 900), LSN(lsn), phase, None)
+
+
+async def fault(
+    monkeypatch: pytest.MonkeyPatch, slot: SlotInfo | None, saved: Checkpoint, mode: str = "auto"
+) -> SlotLost | None:
+    async def slot_info(session: Any, name: str) -> SlotInfo | None:
+        return slot
+
+    monkeypatch.setattr(module, "slot_info", slot_info)
+    relay, _, _ = supervisor(source={"mode": mode})
+    return await relay._fault(None, saved, IDENTITY)  # type: ignore[arg-type]
+
+
+@pytest.mark.guarantee("G5")
+async def test_it_streams_on_only_from_a_slot_that_starts_at_or_before_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await fault(monkeypatch, SLOT, checkpoint()) is None
+    assert await fault(monkeypatch, SLOT, checkpoint(lsn=4500)) is None
+    assert isinstance(await fault(monkeypatch, SLOT, checkpoint(lsn=3999)), SlotLost)
+    assert isinstance(await fault(monkeypatch, None, checkpoint()), SlotLost)
+
+
+async def test_the_first_start_and_an_interrupted_recovery_are_recoveries_in_every_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for mode in ("auto", "stream"):
+        for phase in ("new", "recover"):
+            assert isinstance(await fault(monkeypatch, SLOT, checkpoint(phase), mode), SlotLost)
+
+
+async def test_in_stream_mode_a_lost_slot_is_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SlotLost):
+        await fault(monkeypatch, None, checkpoint(), "stream")
+
+
+async def test_a_slot_that_is_not_ours_to_replace_is_never_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in ({"database": "other"}, {"plugin": "wal2json"}, {"slot_type": "physical"}):
+        slot = SlotInfo(**{"name": "s", "plugin": "pgoutput", "database": "shop", **changes})  # type: ignore[arg-type]
+        with pytest.raises(SetupError):
+            await fault(monkeypatch, slot, checkpoint())
+    busy = SlotInfo(name="s", plugin="pgoutput", database="shop", active=True, active_pid=1)
+    with pytest.raises(SlotBusy):
+        await fault(monkeypatch, busy, checkpoint())
+
+
+# -------------------------------------------------------------------------------------------------- tables, positions
+
+
+def test_only_configured_tables_are_bound() -> None:
+    relay, _, _ = supervisor(outbox=[Outbox(table="shop.events").model_dump(exclude_unset=True)])
+    names = [
+        "seq",
+        "id",
+        "aggregate_type",
+        "aggregate_id",
+        "event_type",
+        "topic",
+        "partition_key",
+        "payload",
+        "headers",
+        "created_at",
+        "xid",
+    ]
+    columns = [(name, 25) for name in names]
+    assert relay._bind("shop.events", columns) is not None
+    assert relay._bind("public.events", columns) is None
+    with pytest.raises(ContractError):
+        relay._bind("shop.events", columns[:3])
+
+
+@pytest.mark.guarantee("G3")
+def test_positions_name_relay_system_epoch_phase() -> None:
+    relay, progress, _ = supervisor(relay={"name": "shop"})
+    progress.epoch = 4
+    assert relay._stamp(IDENTITY, "stream", "1") == b"shop:7:4:stream:1:"
