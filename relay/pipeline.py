@@ -21,12 +21,13 @@ from relay.checkpoint import CheckpointStore, Sample, Samples
 from relay.config import Checkpoint as CheckpointSection
 from relay.config import Delivery
 from relay.errors import EventRejected, RelayError, TransientError
-from relay.event import Batch, Rejected
+from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.progress import Progress
 from relay.sink import Sink
 from relay.source import Source
+from relay.writeback import WriteBack
 
 log = structlog.get_logger("relay.pipeline")
 
@@ -37,22 +38,32 @@ _IDLE_WAL = 1 << 20
 class _Pending:
     """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
 
-    __slots__ = ("batch", "submitted_at", "task")
+    __slots__ = ("batch", "events", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
         self.submitted_at = 0.0
+        self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
 
 
 class Pipeline:
     """Moves batches from a source into the sink. One per session with Postgres."""
 
-    def __init__(self, sink: Sink, delivery: Delivery, progress: Progress, metrics: Metrics, start: LSN) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        delivery: Delivery,
+        progress: Progress,
+        metrics: Metrics,
+        start: LSN,
+        write_back: WriteBack | None = None,
+    ) -> None:
         self._sink = sink
         self._delivery = delivery
         self._progress = progress
         self._metrics = metrics
+        self._write_back = write_back
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
@@ -132,6 +143,9 @@ class Pipeline:
                 self._room.clear()
                 await self._room.wait()
             pending = _Pending(batch)
+            if self._write_back is not None:
+                pending.events = batch.events[:]
+                await self._write_back.room()
             if not window:
                 progress.oldest_in_flight = batch.received_at
                 progress.oldest_commit_at = batch.events[0].transaction.committed_at
@@ -203,6 +217,8 @@ class Pipeline:
                 raise outcome
             if outcome:
                 self._reject(outcome)
+            if self._write_back is not None:
+                self._write_back.acknowledged(pending.events)
             window.popleft()
             batch = pending.batch
             progress.in_flight_events -= batch.count
@@ -263,12 +279,14 @@ class Checkpointer:
         progress: Progress,
         settings: CheckpointSection,
         saved: tuple[LSN, Sample],
+        write_back: WriteBack | None = None,
     ) -> None:
         self._store = store
         self._pipeline = pipeline
         self._source = source
         self._progress = progress
         self._settings = settings
+        self._write_back = write_back
         self._samples = Samples()
         self._saved_lsn, self._promoted = saved
         self._saved_sample_lsn = self._promoted.lsn
@@ -290,8 +308,11 @@ class Checkpointer:
             return
         if acknowledged == self._saved_lsn and self._promoted.lsn == self._saved_sample_lsn:
             return
-        await self._store.save(acknowledged, self._promoted)
-        self._saved_lsn, self._saved_sample_lsn = acknowledged, self._promoted.lsn
+        promoted = self._promoted
+        if self._write_back is not None:
+            await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
+        await self._store.save(acknowledged, promoted)
+        self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)
         self._progress.confirmed_lsn = acknowledged

@@ -48,6 +48,7 @@ from relay.source.replication import Identity, WalSender
 from relay.source.session import Session, connect, translated
 from relay.source.slot import publication_info, slot_fault, slot_info, table_columns
 from relay.source.stream import StreamSource
+from relay.writeback import PATIENCE, WriteBack
 
 log = structlog.get_logger("relay.supervisor")
 
@@ -68,6 +69,7 @@ class Supervisor:
         self._mappings = mappings(config.outbox)
         self._stopping = asyncio.Event()
         self._pipeline: Pipeline | None = None
+        self._write_back = WriteBack.of(config, progress)
         self._lost: SlotLost | None = None  # what a stream told us: the slot exists, and cannot be used any more
 
     def stop(self) -> None:
@@ -155,6 +157,8 @@ class Supervisor:
                 )
             mapping.within(columns).bind([(name, 0) for name in columns])  # every column that the config names
             found.append(mapping.within(columns))
+            if self._write_back is not None:
+                await self._write_back.bind(session, mapping.table, columns)
         self._mappings = tuple(found)
 
     async def _check_publication(self, session: Session) -> None:
@@ -239,10 +243,12 @@ class Supervisor:
                 stamp=self._stamp(identity, "recovery", gap.id),
                 progress=progress,
             )
-            pipeline = Pipeline(self._sink, config.delivery, progress, self._metrics, NOWHERE)
+            pipeline = Pipeline(self._sink, config.delivery, progress, self._metrics, NOWHERE, self._write_back)
 
             async def note_place() -> None:
                 table, seq = source.reached(pipeline.acknowledged)
+                if self._write_back is not None:
+                    await self._write_back.caught_up()
                 await store.save_recovery(replace(gap, table=table, seq=seq).to_json())
 
             if not self._stopping.is_set():  # told while we connected: `stop` found no pipeline to stop
@@ -278,8 +284,10 @@ class Supervisor:
             max_batch_events=config.delivery.max_batch_events,
             silence=config.source.wal_sender_timeout,
         )
-        pipeline = Pipeline(self._sink, config.delivery, progress, self._metrics, checkpoint.lsn)
-        checkpointer = Checkpointer(store, pipeline, source, progress, config.checkpoint, (checkpoint.lsn, sample))
+        pipeline = Pipeline(self._sink, config.delivery, progress, self._metrics, checkpoint.lsn, self._write_back)
+        checkpointer = Checkpointer(
+            store, pipeline, source, progress, config.checkpoint, (checkpoint.lsn, sample), self._write_back
+        )
         progress.received_lsn = progress.acknowledged_lsn = progress.confirmed_lsn = checkpoint.lsn
         progress.last_heard = time.monotonic()
         progress.last_error = progress.last_hint = ""
@@ -313,13 +321,32 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(each) for each in (self._tick(session, tick), *beside)]
+                if self._write_back is not None:
+                    tasks.append(group.create_task(self._write_back.run()))
                 try:
-                    await pipeline.run(source)
+                    await self._run_and_mark(pipeline, source)
                 finally:
                     for task in tasks:
                         task.cancel()
         finally:
             self._pipeline = None
+
+    async def _run_and_mark(self, pipeline: Pipeline, source: Source) -> None:
+        """Run the pipeline; then, unless we are cancelled, let write-back finish what it has."""
+        try:
+            await pipeline.run(source)
+        except Exception:
+            await self._marked()
+            raise
+        await self._marked()
+
+    async def _marked(self) -> None:
+        if self._write_back is None:
+            return
+        stopping = self._stopping.is_set()
+        done = await self._write_back.caught_up(self._config.delivery.shutdown_timeout if stopping else PATIENCE)
+        if stopping and not done:
+            log.warning("write_back.left", rows=self._write_back.queued, hint="these rows stay as they are")
 
     async def _tick(self, session: Session, tick: Callable[[], Awaitable[None]]) -> None:
         reported = time.monotonic()
