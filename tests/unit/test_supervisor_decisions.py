@@ -1,4 +1,4 @@
-"""The supervisor's decisions: which failure counts, how to go on, which table is ours. The rest runs on real servers."""
+"""The supervisor's decisions: which failure counts, how to go on, which table is ours. Sessions need real servers."""
 
 from __future__ import annotations
 
