@@ -271,7 +271,7 @@ class Outbox(Section):
     @classmethod
     def _qualified(cls, value: str) -> str:
         if not value or value.count(".") > 1 or value.startswith(".") or value.endswith("."):
-            raise ValueError("write schema.table")
+            raise ValueError("write schema.table (a name that itself contains a dot is not supported)")
         return value if "." in value else f"public.{value}"
 
     @field_validator("header_columns")
