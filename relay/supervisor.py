@@ -13,12 +13,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import structlog
+from psycopg import sql
 
 from relay.admin.status import progress_line
+from relay.adopt import condition
 from relay.backoff import Backoff
-from relay.checkpoint import Checkpoint, CheckpointStore, Sample, Snapshot, guard
+from relay.checkpoint import EMPTY, Checkpoint, CheckpointStore, Sample, Snapshot, guard
 from relay.config import Config
 from relay.errors import (
     ContractError,
@@ -53,6 +56,8 @@ from relay.writeback import PATIENCE, WriteBack
 log = structlog.get_logger("relay.supervisor")
 
 _PROGRESS_INTERVAL = 30.0
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -230,7 +235,12 @@ class Supervisor:
         progress.recoveries += not first
         log.info("recovery.started", reason=str(fault), since=str(checkpoint.snap))
         from_now = first and self._from_now
-        gap = await open_gap(config, session, store, wal, checkpoint, identity.database, from_now=from_now)
+        # It waits for the oldest transaction of the server, for ever if need be: a stop must not wait with it.
+        gap = await self._unless_stopped(
+            open_gap(config, session, store, wal, checkpoint, identity.database, from_now=from_now)
+        )
+        if gap is None:
+            return checkpoint
         before = progress.recovered_events
         async with await connect(config.database, f"{config.relay.name} poll") as reading:
             source = GapSource(
@@ -242,6 +252,7 @@ class Supervisor:
                 after=gap.after,
                 stamp=self._stamp(identity, "recovery", gap.id),
                 progress=progress,
+                only=self._unpublished() if Snapshot.parse(gap.since) == EMPTY else None,
             )
             pipeline = Pipeline(self._sink, config.delivery, progress, self._metrics, NOWHERE, self._write_back)
 
@@ -260,6 +271,10 @@ class Supervisor:
         await store.save(start, gap.sample)
         log.info("recovery.done", events=progress.recovered_events - before, lsn=start)
         return replace(checkpoint, lsn=start, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, phase="stream")
+
+    def _unpublished(self) -> dict[str, sql.Composable]:
+        """At the first start a table with a status says itself which of its rows nobody has published."""
+        return {outbox.table: condition(outbox.unpublished) for outbox in self._config.outbox if outbox.unpublished}
 
     async def _stream(
         self, session: Session, store: CheckpointStore, wal: WalSender, checkpoint: Checkpoint, identity: Identity
@@ -359,6 +374,15 @@ class Supervisor:
             with translated():
                 async for _ in session.notifies(timeout=self._config.checkpoint.interval):
                     pass
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """What it returns; None if we are told to stop before."""
+        async with asyncio.TaskGroup() as group:
+            task, stop = group.create_task(work), group.create_task(self._stopping.wait())
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            task.cancel()
+            stop.cancel()
+        return None if task.cancelled() else task.result()
 
     def _bind(self, table: str, columns: Sequence[tuple[str, int]]) -> tuple[Router, Binding] | None:
         for mapping in self._mappings:

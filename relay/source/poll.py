@@ -48,8 +48,10 @@ class GapSource:
         after: tuple[int, int],
         stamp: bytes,
         progress: Progress,
+        only: dict[str, sql.Composable] | None = None,
         page: int = 2000,
     ) -> None:
+        """`only`: a further condition on the rows of a table, by its name."""
         self._session = session
         self._mappings = mappings
         self._route = route
@@ -57,6 +59,7 @@ class GapSource:
         self._after = after
         self._stamp = stamp
         self._progress = progress
+        self._only = only or {}
         self._page = page
         self._places: deque[tuple[int, tuple[int, int]]] = deque([(0, after)])
         self._handed = 0
@@ -83,7 +86,7 @@ class GapSource:
         """How many rows the gap has: for the log, before closing it."""
         total = 0
         for mapping in self._mappings:
-            query = sql.SQL("SELECT count(*) FROM {table} WHERE " + _GAP).format(**_names(mapping))
+            query = sql.SQL("SELECT count(*) FROM {table} WHERE " + _GAP + " AND {only}").format(**self._names(mapping))
             with translated():
                 row = await (await self._session.execute(query, self._bounds)).fetchone()
             total += row[0] if row else 0
@@ -94,8 +97,8 @@ class GapSource:
         query = sql.SQL(
             "SELECT {columns} FROM {table} WHERE "
             + _GAP
-            + " AND (%(after)s::bigint IS NULL OR {seq} > %(after)s::bigint) ORDER BY {seq} LIMIT %(page)s"
-        ).format(columns=sql.SQL(", ").join(map(sql.Identifier, names)), **_names(mapping))
+            + " AND {only} AND (%(after)s::bigint IS NULL OR {seq} > %(after)s::bigint) ORDER BY {seq} LIMIT %(page)s"
+        ).format(columns=sql.SQL(", ").join(map(sql.Identifier, names)), **self._names(mapping))
         stamp = b"%b%d:" % (self._stamp, mapping.ordinal)
         transaction = Transaction(0, 0, 0.0, stamp)
         router: Router | None = None
@@ -132,11 +135,11 @@ class GapSource:
                 return
             after = seq
 
-
-def _names(mapping: Mapping) -> dict[str, sql.Composable]:
-    schema, _, table = mapping.table.partition(".")
-    return {
-        "table": sql.Identifier(schema, table),
-        "xid": sql.Identifier(mapping.xid_column),
-        "seq": sql.Identifier(mapping.columns[SEQ]),
-    }
+    def _names(self, mapping: Mapping) -> dict[str, sql.Composable]:
+        schema, _, table = mapping.table.partition(".")
+        return {
+            "table": sql.Identifier(schema, table),
+            "xid": sql.Identifier(mapping.xid_column),
+            "seq": sql.Identifier(mapping.columns[SEQ]),
+            "only": self._only.get(mapping.table, sql.SQL("true")),
+        }
