@@ -105,13 +105,16 @@ async def _inspect(session: Session, config: Config) -> list[Finding]:
     tables = [(outbox, await table_info(session, outbox.table)) for outbox in config.outbox]
     for outbox, table in tables:
         findings += list(_outbox(outbox, table, server.user))
+        if table is not None and outbox.write_back:
+            findings += await _write_back(session, outbox, table, server.user)
     findings += await _relay_tables(session, server.user)
     if config.source.plugin == "pgoutput":
         publication = await publication_info(session, config.source.publication)
         findings += list(_publication(publication, [table or _absent(outbox) for outbox, table in tables]))
     else:  # a plugin with a filter of its own needs no publication
         findings += await _plugin(session, config.source.plugin)
-    findings += list(_slot(slot, server, config, await _checkpoint_lsn(session, config)))
+    heals = config.source.mode == "auto" and all(table and _recoverable(outbox, table) for outbox, table in tables)
+    findings += list(_slot(slot, server, config, await _checkpoint_lsn(session, config), heals=heals))
     if slot is None:
         findings += await _blockers(session)
     return findings
@@ -238,14 +241,46 @@ def _outbox(outbox: Outbox, table: TableInfo | None, user: str) -> Iterator[Find
         )
     wanted = {part: column for part, column in outbox.columns.model_dump().items() if column}
     wanted |= {f"header_columns.{header}": column for header, column in outbox.header_columns.items()}
+    wanted |= {f"unpublished.{column}": column for column in outbox.unpublished}
     missing = [(part, column) for part, column in wanted.items() if column not in table.columns]
+    # Nobody said that a foreign table has them: without them it streams all the same.
+    unsaid = {"seq", "xid"} - outbox.columns.model_fields_set
+    if any(part in unsaid for part, _ in missing):
+        lacking = " and ".join(column for part, column in missing if part in unsaid)
+        remedy = "run `relay setup --adopt` (--dry-run shows what it does)"
+        if lacking == outbox.columns.xid:
+            remedy = _missing_column("xid", lacking, "columns.xid", name)
+        yield Finding(
+            "warning",
+            subject,
+            f"has no column {lacking}: it streams, but a gap after slot loss cannot be closed from it, and it is not "
+            "audited",
+            remedy,
+        )
+        missing = [(part, column) for part, column in missing if part not in unsaid]
+        wanted = {part: column for part, column in wanted.items() if part not in unsaid}
     for part, column in missing:
-        key = part if part.startswith("header_columns") else f"columns.{part}"
+        key = part if "." in part else f"columns.{part}"
         yield Finding("error", subject, f"has no column {column}", _missing_column(part, column, key, name))
     faults = list(_columns(outbox, table, name))
     yield from faults
     if not missing and not faults:
         yield Finding("ok", subject, f"has the {len(wanted)} columns that the relay reads")
+
+
+async def _write_back(session: Session, outbox: Outbox, table: TableInfo, user: str) -> list[Finding]:
+    subject, columns = outbox.table, list(outbox.write_back)
+    unknown = [column for column in columns if column not in table.columns]
+    if unknown:
+        remedy = "correct outbox.write_back, or set it to {} if nobody reads such a column"
+        return [Finding("error", subject, f"has no column {', '.join(unknown)} to write back", remedy)]
+    query = "SELECT bool_and(has_column_privilege(%s::regclass, name, 'UPDATE')) FROM unnest(%s::text[]) AS name"
+    ((allowed,),) = await fetch(session, query, _quoted(outbox.table), columns)
+    if not allowed:
+        listed = ", ".join(_name(column) for column in columns)
+        remedy = f"GRANT UPDATE ({listed}) ON {_quoted(outbox.table)} TO {_name(user)};"
+        return [Finding("error", subject, f"{user} may not write back {', '.join(columns)}", remedy)]
+    return [Finding("ok", subject, f"{', '.join(columns)} are written back once the broker has acknowledged")]
 
 
 def _missing_column(part: str, column: str, key: str, table: str) -> str:
@@ -257,7 +292,7 @@ def _missing_column(part: str, column: str, key: str, table: str) -> str:
             f'CREATE INDEX CONCURRENTLY ON {table} ({_name(column)});  or set outbox.{key} = "" '
             "(then the table cannot be used to close a gap)"
         )
-    if part in ("id", "payload") or part.startswith("header_columns"):
+    if part in ("id", "payload") or "." in part:
         return f"name the right column in outbox.{key}"
     return f'name the right column in outbox.{key}, or set it to "" if the table has none'
 
@@ -419,7 +454,13 @@ async def _checkpoint_lsn(session: Session, config: Config) -> LSN | None:
     return LSN.parse(rows[0][0]) if rows else None
 
 
-def _slot(slot: SlotInfo | None, server: ServerInfo, config: Config, checkpoint: LSN | None) -> Iterator[Finding]:
+def _recoverable(outbox: Outbox, table: TableInfo) -> bool:
+    return {outbox.columns.xid, outbox.columns.seq} <= set(table.columns)
+
+
+def _slot(
+    slot: SlotInfo | None, server: ServerInfo, config: Config, checkpoint: LSN | None, *, heals: bool
+) -> Iterator[Finding]:
     subject = f"slot {config.source.slot}"
     if slot is None and checkpoint is None:
         yield Finding("ok", subject, "does not exist yet: the first `relay run` creates it")
@@ -431,7 +472,6 @@ def _slot(slot: SlotInfo | None, server: ServerInfo, config: Config, checkpoint:
         yield Finding("ok", subject, f"in use: {fault}")
     elif fault is not None:
         # What the next run cures by itself is no reason to keep it from starting.
-        heals = config.source.mode == "auto" and all(o.columns.xid and o.columns.seq for o in config.outbox)
         level: Level = "warning" if heals and isinstance(fault, SlotLost) else "error"
         yield Finding(level, subject, str(fault), fault.hint)
         return
