@@ -62,10 +62,10 @@ FAILURES: list[RelayError] = [
 def nested(leaves: list[RelayError], data: st.DataObject) -> BaseException:
     """The leaves, in groups within groups, as task groups raise them."""
     items: list[Exception] = list(leaves)
-    while len(items) > 1 or not isinstance(items[0], ExceptionGroup):
-        size = data.draw(st.integers(1, len(items)))
-        items = [ExceptionGroup("tasks", items[:size]), *items[size:]]
-    return items[0]
+    while len(items) > 1:
+        size = data.draw(st.integers(2, len(items)))
+        items = [*items[size:], ExceptionGroup("tasks", items[:size])]
+    return ExceptionGroup("tasks", items)
 
 
 @given(st.lists(st.sampled_from(FAILURES), min_size=1, max_size=6, unique=True), st.data())
