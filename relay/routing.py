@@ -7,7 +7,7 @@ What cannot be routed is not dropped: `Unroutable` carries the reason, and the c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from urllib.parse import quote
 
 import orjson
@@ -42,6 +42,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 token: wh
 _RESERVED = ("nats-", "relay-")
 _TEMPLATE = re.compile(r"\{(\w+)\}")
 _CACHED = 10_000
+_UNCHANGED = "!#$&'()*+,/:;<=>?@[\\]^_`{|}~-."  # printable ASCII but space, quote and percent: as in HTTP headers
 
 Values = Callable[[bytes, Row, bytes], tuple[Cell, ...]]
 """event id, row, position → values of the relay's own headers, None where the row has none."""
@@ -148,21 +149,22 @@ def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[s
     described = content_type(binding, routing.format)
     constants = {"content-type": described}
     places = {name: _PARTS.get(name) for name in routing.headers}
-    times: frozenset[int] = frozenset()
     if binding.mapping.columns[STREAM]:
         # JetStream then refuses to store the event in any other stream; elsewhere it is information.
         places["Nats-Expected-Stream" if sink == "jetstream" else "stream"] = STREAM
     if routing.format == "cloudevents":
         prefix = "ce-" if sink == "jetstream" else "ce_"
-        source = routing.source.replace("{table}", binding.mapping.table)
+        # A URI reference, so a table's name in it must be made one.
+        source = quote(routing.source.replace("{table}", binding.mapping.table), safe="/:?#[]@!$&'()*+,;=%~")
+        source = quote(source, safe=_UNCHANGED) if sink == "jetstream" else source
         constants |= {f"{prefix}specversion": b"1.0", f"{prefix}source": source.encode()}
         places |= dict.fromkeys((f"{prefix}specversion", f"{prefix}id", f"{prefix}source"))
-        places |= {f"{prefix}type": EVENT_TYPE, f"{prefix}subject": AGGREGATE_ID, f"{prefix}time": CREATED_AT}
+        places |= {f"{prefix}type": EVENT_TYPE, f"{prefix}subject": AGGREGATE_ID}
         if sink == "jetstream":
             constants[f"{prefix}datacontenttype"] = described
             places[f"{prefix}datacontenttype"] = None
-        if binding.types[CREATED_AT] == TIMESTAMPTZ:
-            times = frozenset({CREATED_AT})
+        if binding.types[CREATED_AT] == TIMESTAMPTZ:  # others are not points in time
+            places[f"{prefix}time"] = CREATED_AT
     names = (*places, "relay-position")
     # (constant or None for the id, or place in the row) of each header, in order
     steps = [(constants.get(name), place) for name, place in places.items()]
@@ -173,7 +175,9 @@ def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[s
             return event_id, event_type, aggregate_type, row[AGGREGATE_ID], row[SEQ], described, position
 
         return names, usual
-    encoded = routing.format == "cloudevents" and sink == "jetstream"
+    if routing.format == "cloudevents":
+        attributes = frozenset(at for at, name in enumerate(places) if name.startswith("ce"))
+        return names, _cloudevent(steps, attributes, encoded=sink == "jetstream")
 
     def values(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
         found: list[Cell] = []
@@ -181,15 +185,36 @@ def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[s
             value = event_id if place is None else row[place]
             if constant is not None:
                 value = constant
-            elif place in times and value is not None:
-                value = rfc3339(value)
-            elif encoded and value is not None:
-                # The NATS binding asks for it; what is plain ASCII stays as it is.
-                value = quote(value, safe="!#$&'()*+,/:;<=>?@[\\]^_`{|}~-.").encode()
             found.append(value)
         return (*found, position)
 
     return names, values
+
+
+def _cloudevent(
+    steps: Sequence[tuple[bytes | None, int | None]], attributes: Container[int], *, encoded: bool
+) -> Values:
+    """As `values`, where the steps that are `attributes` obey the specification (`encoded`: of the NATS binding)."""
+
+    def values(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
+        if not row[EVENT_TYPE]:
+            raise Unroutable("a CloudEvent has a type, and this row's event type is NULL or empty")
+        found: list[Cell] = []
+        for at, (constant, place) in enumerate(steps):
+            value = event_id if place is None else row[place]
+            if constant is not None:
+                value = constant
+            elif value is not None and at in attributes:
+                if place == CREATED_AT:
+                    value = rfc3339(value)
+                    value = value if value.endswith(b"Z") else b""  # infinity, or a year that RFC 3339 cannot write
+                elif encoded:
+                    value = quote(value, safe=_UNCHANGED).encode()
+                value = value or None  # no attribute may be empty
+            found.append(value)
+        return (*found, position)
+
+    return values
 
 
 def _row_headers(cell: Cell) -> list[tuple[str, bytes]]:
