@@ -19,9 +19,9 @@ AWAITING_CONTROL_LINE = 1  # nats.protocol.parser's state between two frames
 
 # Error codes of a PubAck. What is in no class is unknown: the relay stops rather than guesses.
 TRANSIENT = frozenset({10002, 10008, 10009, 10023, 10047, 10077, 10118, 10158, 10163, 10167})
-REJECTED = frozenset({10054, 10097})  # message larger than the stream takes; header block too large
+# Message larger than the stream takes; header block too large; the row names another stream than the subject's.
+REJECTED = frozenset({10054, 10060, 10097})
 CONFIGURATION = {
-    10060: "the subject belongs to another stream than expected: check sink.jetstream.streams",
     10109: "the stream is sealed: it takes nothing any more; publish to another one",
     10174: "the stream does not allow batches",
     10205: "the stream does not allow batches",

@@ -29,7 +29,8 @@ Key = bytes | str | None
 MAX_HEADER_BYTES = 65_535  # the server's limit for a header block (10097)
 _MAX_ROUTES = 20_000
 _MAX_TEMPLATES = 2_000
-_HEADER_NAME = re.compile(r"(?!nats-)[!-9;-~]+", re.IGNORECASE)  # Nats-* would be a command to the server
+# Nats-* is a command to the server; of these only the one that routing sends for a row that names its stream.
+_HEADER_NAME = re.compile(r"(?!nats-(?!expected-stream$))[!-9;-~]+", re.IGNORECASE)
 _TOPIC = attrgetter("topic")
 _TICKS = 4  # an ack timeout is noticed after one to one and a quarter of it
 

@@ -150,7 +150,7 @@ def test_what_is_no_answer_is_a_protocol_error(payload: bytes) -> None:
             for code in (503, 10002, 10008, 10009, 10023, 10047, 10077, 10118, 10158, 10163, 10167)
         ),
         *((code, str) for code in (10054, 10097)),
-        *((code, SetupError) for code in (10060, 10109, 10174, 10205)),
+        *((code, SetupError) for code in (10109, 10174, 10205)),
         *((code, ProtocolError) for code in (10071, 12345)),
     ],
 )
