@@ -113,7 +113,8 @@ class Wal2jsonDecoder(Decoder):
         row = self._row(reading, columns)
         if row is None:  # the table was altered
             reading = self._announce(name, columns)
-            assert reading is not None
+            if reading is None:
+                return
             row = self._row(reading, columns)
             assert row is not None
         if reading.exact:
