@@ -314,6 +314,8 @@ class Supervisor:
             )
         except (RelayError, BaseExceptionGroup) as exc:
             failure = decisive(exc)
+            if isinstance(failure, ContractError) and decoder.commit_lsn < identity.end_lsn:
+                failure = await self._outgrown(session, failure)
             if not isinstance(failure, SlotLost) or config.source.mode != "auto":
                 raise
             self._lost = failure  # the next session replaces the slot and closes the gap from the table
@@ -322,6 +324,14 @@ class Supervisor:
             # Whatever ended it: what is acknowledged shall not come again. If this fails, too, it will: no harm done.
             with suppress(RelayError):
                 await checkpointer.save()
+
+    async def _outgrown(self, session: Session, failure: ContractError) -> RelayError:
+        """The WAL shows a table as it was. If it fits the configuration as it is now, its rows are taken from it."""
+        try:
+            await self._look_at_tables(session)
+        except RelayError:
+            return failure
+        return SlotLost(f"the table was altered since these events were written: {failure}", hint=failure.hint)
 
     async def _move(
         self,

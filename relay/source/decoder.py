@@ -34,6 +34,7 @@ class Decoder(ABC):
         self.reply_due = False  # Postgres asked for a sign of life
         self.transactions = 0  # decoded since somebody last set this to 0
         self.skipped = 0  # events of transactions that the checkpoint's snapshot sees, likewise
+        self.commit_lsn = start  # of the newest transaction that was looked into
         self._skip = skip
         self._skipping = False
         self._bind = bind
@@ -46,6 +47,7 @@ class Decoder(ABC):
         """The events of these messages, in order; rows that can never be events go to `rejected`."""
 
     def _begin(self, commit_lsn: int, xid: int, committed_at: float) -> Transaction:
+        self.commit_lsn = LSN(commit_lsn)
         skip = self._skip
         if skip is not None:
             if commit_lsn >= skip.lsn:

@@ -136,6 +136,7 @@ class Wal2jsonDecoder(Decoder):
         return self._begin(LSN.parse(begin["lsn"]), begin["xid"], committed_at)
 
     def _announce(self, name: tuple[str, str], columns: list[dict[str, Any]]) -> _Reading | None:
+        self._transaction = self._transaction or self._opened()
         described = [(column["name"], column["typeoid"]) for column in columns]
         table = ".".join(name)
         bound = self._bind(self._catalogue.leaves.get(table, table), described)
@@ -145,7 +146,6 @@ class Wal2jsonDecoder(Decoder):
                 self._tables[name] = None
                 return None
             # It could be a partition. The catalogue knows, if it was read after this transaction.
-            self._transaction = self._transaction or self._opened()
             if self._transaction.commit_lsn >= self._catalogue.lsn:
                 raise SourceUnavailable(f"is {table} a new partition? Reading the catalogue again")
             if table in self._catalogue.others:

@@ -619,6 +619,28 @@ async def test_a_mapped_column_is_renamed_while_running(both: Database, plugin: 
             assert keys == [b"after", b"last"]
 
 
+@pytest.mark.parametrize("plugin", PLUGINS["15"])
+async def test_a_mapped_column_is_renamed_while_the_relay_is_down(both: Database, plugin: str) -> None:
+    """The WAL has rows under the old name, the configuration has the new one: they come from the table (G1, G10)."""
+    with both.connect() as connection:
+        async with running(config_of(both, plugin)) as reader:
+            insert(connection, "before")
+            await until(reader, lambda sink: len(sink.events) == 1, "the event")
+        insert(connection, "while down")
+        connection.execute("ALTER TABLE outbox_events RENAME COLUMN payload TO body")
+        moved = INSERT.replace("payload", "body")
+        connection.execute(f"{moved} VALUES ('t', 'renamed', 'changed', '2')".encode())
+        corrected = config_of(both, plugin, outbox=[{"columns": {"payload": "body"}}])
+        async with running(corrected) as again:
+            await until(again, lambda sink: b"renamed" in {e.key for e in sink.events}, "what was written meanwhile")
+            connection.execute(f"{moved} VALUES ('t', 'last', 'changed', '3')".encode())
+            await until(again, lambda sink: b"last" in {e.key for e in sink.events}, "the last event")
+            keys = [event.key for event in _first(again.sink.events) if event.key != b"before"]
+            assert keys == [b"while down", b"renamed", b"last"]
+            await until(again, lambda _: again.relay.progress.state == "streaming", "streaming again")
+            assert again.relay.progress.recoveries == 1
+
+
 # --- restarts
 
 
