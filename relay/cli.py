@@ -211,6 +211,24 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command("import-debezium")
+def import_debezium(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="application.properties, or a connector's JSON; later files win.", metavar="FILE…"),
+    ],
+) -> None:
+    """Print the relay.toml for a Debezium outbox configuration, with every option that it cannot translate."""
+    from relay.debezium import convert  # noqa: PLC0415
+
+    with _Explained():
+        try:
+            texts = [(str(file), file.read_text("utf-8")) for file in files]
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError([f"cannot be read: {exc}"]) from None
+        typer.echo(convert(texts), nl=False)
+
+
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version."""
