@@ -39,6 +39,7 @@ from relay.source.slot import (
 RELAY_TABLES = ("outbox_relay_checkpoint", "outbox_relay_history", "outbox_dead_letters")
 VERSION = 5  # the highest numbered file
 _RELAY_VERSION = 2  # the highest file that changes the relay's own tables
+ATTEMPTS = 30  # to get the lock that adopting a table needs
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox_relay_setup', 0))"
 
 
@@ -131,7 +132,7 @@ def _agree(config: Config, slot: str | None, publication: str | None) -> None:
 
 async def _patiently(session: Session, step: Step) -> None:
     """A step that needs a lock which writers have, too: ask for it briefly, again and again."""
-    for left in range(30, -1, -1):
+    for left in range(ATTEMPTS - 1, -1, -1):
         try:
             with translated():
                 await session.execute("SET lock_timeout = '10s'")
