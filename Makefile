@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint format chaos bench lock services clean
+.PHONY: help demo test test-docker unit lint format chaos bench lock services clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 BIN := .venv/bin
@@ -12,13 +12,16 @@ READY := .venv/.ready
 ARGS ?=
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events arrive
 	@$(BIN)/relay demo $(ARGS)
 
 test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
 	@$(BIN)/pytest -m "not chaos and not bench" $(ARGS)
+
+test-docker: $(READY) ## build the images, run the stack, break it; starts a Docker engine where none answers (root)
+	@scripts/test-docker
 
 unit: $(READY) ## the tests that need no server
 	@$(BIN)/pytest tests/unit $(ARGS)
