@@ -1,4 +1,9 @@
-"""The output plugin: which decoder reads the session, and with which options Postgres is asked to stream."""
+"""The output plugin: which decoder reads the session, and with which options Postgres is asked to stream.
+
+Limits of wal2json with a partitioned outbox, which pgoutput does not have: partitions in a schema where none was when
+the session began are not seen; rows of a partition that was detached (not dropped) before it was read are not events;
+a table with the outbox's columns beside it (an archive) makes the relay read the catalogue anew whenever it is written.
+"""
 
 from __future__ import annotations
 

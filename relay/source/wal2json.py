@@ -8,7 +8,6 @@ What wal2json itself does not say cannot be published: it sends NaN and infiniti
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +46,7 @@ class _Reading(NamedTuple):
     binding: Binding
     size: int  # columns of a message
     wanted: tuple[tuple[int, str, int, int], ...]  # index in the message, name, type OID, place in the row
-    exact: bool  # has numbers that orjson would round
+    exact: tuple[tuple[bytes, int], ...]  # numbers that orjson would round: what stands before them, place in the row
 
 
 class Wal2jsonDecoder(Decoder):
@@ -117,11 +116,11 @@ class Wal2jsonDecoder(Decoder):
                 return
             row = self._row(reading, columns)
             assert row is not None
-        if reading.exact:
-            columns = json.loads(data[HEADER:], parse_int=str, parse_float=str, parse_constant=str)["columns"]
-            for index, _, oid, place in reading.wanted:
-                if oid in _INEXACT:
-                    row[place] = _text(columns[index]["value"])
+        for before, place in reading.exact:
+            # Not inside of a text: there every quote has a backslash before it.
+            begin = data.index(before, HEADER) + len(before)
+            value = data[begin : data.index(b"}", begin)]
+            row[place] = None if value == b"null" else value
         try:
             events.append(reading.router.event(row, self._transaction, self._ordinal))
         except Unroutable as exc:
@@ -157,7 +156,11 @@ class Wal2jsonDecoder(Decoder):
             for index, ((column, oid), place) in enumerate(zip(described, binding.slots, strict=True))
             if place >= 0
         )
-        exact = any(oid in _INEXACT for _, _, oid, _ in wanted)
+        exact = tuple(
+            (b'{"name":%b,"typeoid":%d,"value":' % (orjson.dumps(column), oid), place)
+            for _, column, oid, place in wanted
+            if oid in _INEXACT
+        )
         reading = self._tables[name] = _Reading(router, binding, len(columns), wanted, exact)
         return reading
 
@@ -186,9 +189,7 @@ class Wal2jsonDecoder(Decoder):
         return row
 
 
-def _text(value: Any) -> bytes | None:
-    if value is None or isinstance(value, str):
-        return None if value is None else value.encode()
+def _text(value: Any) -> bytes:
     if isinstance(value, bool):
         return b"t" if value else b"f"
     return str(value).encode()
