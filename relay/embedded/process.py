@@ -74,6 +74,7 @@ class Server:
     stop_signal = signal.SIGTERM
     end_signal = signal.SIGKILL  # what the warden sends, and `close()`: the data is thrown away anyway
     start_timeout = 60.0
+    end_timeout = 30.0
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"relay-{self.name}-"))
@@ -138,9 +139,9 @@ class Server:
         try:
             if self.is_running:
                 self.thaw()
-                self._end(self.end_signal, 30.0)
+                self._end(self.end_signal, self.end_timeout)
         finally:
-            self._reap(0)
+            self.kill()  # what did not end by itself must not outlive its folder
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def freeze(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,21 @@ def assert_gone(server: Server, pid: int) -> None:
     assert not server.is_running
     assert not psutil.pid_exists(pid)
     assert not server.folder.exists()
+
+
+class Stubborn(Server):
+    """A process that does not hear the signal that ends it."""
+
+    name = "stubborn"
+    end_signal = signal.SIGTERM
+    end_timeout = 0.2
+
+    def _command(self) -> list[str]:
+        deaf = "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        return [sys.executable, "-c", deaf + "pathlib.Path('ready').touch()\nwhile True: signal.pause()"]
+
+    def _ready(self) -> bool:
+        return (self.folder / "ready").exists()
 
 
 @pytest.mark.parametrize("version", ["18", "16", "15"])
@@ -83,6 +99,14 @@ def test_database_is_dropped_with_its_slots(plugin: str, name: str, request: pyt
     with psycopg.connect(server.dsn()) as connection:
         count = "SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s"
         assert connection.execute(count, (database.name,)).fetchone() == (0,)
+
+
+def test_a_server_that_does_not_end_is_killed_and_its_folder_is_gone() -> None:
+    server = Stubborn().start()
+    pid = server.pid
+    with pytest.raises(EmbeddedError, match="did not stop"):
+        server.close()
+    assert_gone(server, pid)
 
 
 def test_shared_database_answers(database: Database) -> None:
