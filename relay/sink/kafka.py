@@ -149,7 +149,7 @@ class KafkaSink:
         if not self._culprits:
             size = int(self._options.get("batch.size", _BATCH_SIZE))
             self._options["batch.size"] = max(size // 2, 1024)
-            log.info("kafka batch size halved", batch_size=self._options["batch.size"])
+            log.info("batch_size.halved", batch_size=self._options["batch.size"])
         self._suspects.clear()
         await self._drop()
         if opening != self._opening:
@@ -202,7 +202,7 @@ class KafkaSink:
         for topic, future in futures.items():
             try:
                 await asyncio.wrap_future(future)
-                log.info("kafka topic created", topic=topic)
+                log.info("topic.created", topic=topic)
             except KafkaException as exc:
                 error = exc.args[0]
                 if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:

@@ -46,7 +46,7 @@ class Logs:
         if facility == "CONFWARN" and "enable.gapless.guarantee" in text:
             return  # our own default, which librdkafka calls experimental
         if level > logging.DEBUG or self.chatty:
-            log.log(level, "kafka client", facility=facility, text=text)
+            log.log(level, "librdkafka.said", facility=facility, text=text)
 
 
 class Flight:

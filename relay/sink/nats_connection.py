@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import ssl
 from collections import deque
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 import nats.errors
 import orjson
+import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
@@ -29,7 +29,7 @@ from relay.config import JetStream, Tls, mask_url, read_secret
 from relay.errors import AuthError, ConfigError, ProtocolError, RelayError, SetupError, SinkUnavailable
 from relay.sink.nats_acks import AckParser
 
-log = logging.getLogger("relay.sink.nats")
+log = structlog.get_logger("relay.sink.nats")
 
 Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
 
@@ -131,7 +131,9 @@ class NatsConnection:
             wire.intercept(AckParser(wire.parser(), self.inbox, self._listener.on_acks, self._listener.on_reply))
             self._wire = wire
         else:
-            log.info("publishing through nats-py's public API: slower than on its TCP transport")
+            log.info(
+                "fast_path.skipped", reason="publishing through nats-py's public API: this is not its TCP transport"
+            )
         if urlsplit(url).scheme == "nats":
             self.discovered = [server.geturl() for server in client.discovered_servers]
         self._connecting = False
@@ -218,7 +220,7 @@ class NatsConnection:
         if _DENIED in text.lower():
             self._denied.append(text.lower())
             if not self._connecting:
-                log.warning("%s", text)
+                log.warning("right.denied", error=text)
                 self._listener.on_lost(_denied(text))
         elif self._connecting and not self._closed:
             raise error  # nats-py would try the same server again and again
@@ -233,7 +235,7 @@ class NatsConnection:
 
     def _lost(self, why: str) -> None:
         if not self._closed and not self._connecting:
-            log.info("connection to NATS lost: %s", why)
+            log.info("connection.lost", broker="nats", reason=why)
             self._listener.on_lost(SinkUnavailable(f"the connection to NATS was lost: {why}"))
 
 

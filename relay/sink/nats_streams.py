@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import structlog
 
 from relay.config import JetStream, Stream
 from relay.errors import SetupError, SinkUnavailable
 from relay.sink.nats_connection import ApiError, NatsConnection
 from relay.sink.subjects import covers
 
-log = logging.getLogger("relay.sink.nats")
+log = structlog.get_logger("relay.sink.nats")
 
 _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
@@ -132,7 +133,7 @@ class Streams:
                     f"stream {stream.name} cannot be created: {exc}", hint="correct it in [[sink.jetstream.streams]]"
                 ) from None
             raise
-        log.info("created stream %s (%s)", stream.name, ", ".join(stream.subjects))
+        log.info("stream.created", stream=stream.name, subjects=stream.subjects)
         return answer
 
     async def _all(self, connection: NatsConnection) -> list[StreamState]:
