@@ -60,27 +60,31 @@ async def _run(settings: Config, *, from_now: bool) -> None:
     lines = structlog.get_logger("relay.cli")
     loop = asyncio.get_running_loop()
     asked = False
-    async with Relay(settings, from_now=from_now) as relay:
+    try:
+        async with Relay(settings, from_now=from_now) as relay:
 
-        def signalled() -> None:
-            nonlocal asked
-            if asked:
-                lines.warning("relay.aborted")
-                relay.abort()
-            else:
-                asked = True
-                lines.info("relay.draining", in_flight_events=relay.progress.in_flight_events)
-                relay.stop()
+            def signalled() -> None:
+                nonlocal asked
+                if asked:
+                    lines.warning("relay.aborted")
+                    relay.abort()
+                else:
+                    asked = True
+                    lines.info("relay.draining", in_flight_events=relay.progress.in_flight_events)
+                    relay.stop()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signalled)
-        lines.info("relay.started", version=__version__, name=settings.relay.name, admin_port=relay.admin.port)
-        try:
-            await relay.wait()
-        except asyncio.CancelledError:
-            if not asked:
-                raise
-            raise RelayError("stopped without draining, by a second signal") from None
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, signalled)
+            lines.info("relay.started", version=__version__, name=settings.relay.name, admin_port=relay.admin.port)
+            try:
+                await relay.wait()
+            except asyncio.CancelledError:
+                if not asked:
+                    raise
+                raise RelayError("stopped without draining, by a second signal") from None
+    except RelayError as exc:  # for whoever reads the log; stderr gets the plain sentence
+        lines.error("relay.failed", error=exc)
+        raise
     lines.info("relay.stopped", published_events=relay.progress.published_events)
 
 
@@ -125,11 +129,21 @@ def setup(
 
 
 @app.command()
-def check(config: ConfigFile = None, json: Json = False) -> None:
+def check(
+    config: ConfigFile = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Only print the configuration in effect, as JSON, secrets masked.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Look at everything the relay needs, and say for each fault how to mend it. Exit code 3 if there is one."""
     from relay.check import check, render  # noqa: PLC0415
 
-    findings = _go(check(_load(config)))
+    settings = _load(config)
+    if show_config:
+        _print(settings.shown(), None, json=True)
+        return
+    findings = _go(check(settings))
     _print(findings, render, json=json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(3)

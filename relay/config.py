@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import orjson
 from psycopg import ProgrammingError
@@ -113,9 +114,7 @@ class Database(Section):
             try:
                 conninfo_to_dict(value.get_secret_value())
             except ProgrammingError as exc:
-                # libpq quotes what it could not read, and that may be a piece of the password.
-                reason = re.sub(r'"[^"]*"', '"…"', str(exc).strip())
-                raise ValueError(f"not a connection string: {reason}") from None
+                raise ValueError(_unreadable(exc)) from None
         return value
 
     @model_validator(mode="after")
@@ -130,7 +129,10 @@ class Database(Section):
         extra: dict[str, Any] = {}
         if self.password_file:
             extra["password"] = read_secret(self.password_file)
-        return make_conninfo(dsn, **extra)
+        try:
+            return make_conninfo(dsn, **extra)
+        except ProgrammingError as exc:
+            raise ConfigError([f"database.dsn_file: {_unreadable(exc)}"]) from None
 
 
 class SourceSection(Section):
@@ -346,6 +348,12 @@ class JetStream(Section):
         for url in value:
             if not re.match(r"(nats|tls|ws|wss)://\S+$", url):
                 raise ValueError(f"{mask_url(url)!r} is not a URL (write nats://host:4222 or tls://host:4222)")
+            try:
+                readable = urlsplit(url).port != 0 and "@" not in "".join(urlsplit(url)[2:])
+            except ValueError:
+                readable = False
+            if not readable:  # and not shown: half a password may stand where the port should
+                raise ValueError("a URL cannot be read (in a password write %40 for @, %2F for /, %2C for a comma)")
         return value
 
     @model_validator(mode="after")
@@ -397,6 +405,12 @@ class SinkSection(Section):
     kind: Literal["jetstream", "kafka", "console"] = Field("jetstream", description="The broker.")
     jetstream: JetStream = Field(default_factory=JetStream, description="NATS JetStream.")
     kafka: Kafka = Field(default_factory=Kafka, description="Kafka and what speaks its protocol.")
+
+    @model_validator(mode="after")
+    def _addressed(self) -> SinkSection:
+        if self.kind == "kafka" and not {"bootstrap.servers", "metadata.broker.list"} & set(self.kafka.options):
+            raise ValueError('kafka.options: "bootstrap.servers" is required')
+        return self
 
 
 class Delivery(Section):
@@ -594,4 +608,11 @@ def mask_dsn(dsn: str) -> str:
 
 
 def mask_url(url: str) -> str:
-    return re.sub(r"//[^@/]*@", "//********@", url)
+    """Everything up to the last @ is masked: a password may itself hold what should have been escaped."""
+    return re.sub(r"^([a-z]+://)?.*@", r"\1********@", url)
+
+
+def _unreadable(exc: ProgrammingError) -> str:
+    # libpq quotes what it could not read, and that may be a piece of the password.
+    reason = re.sub(r'".*"', '"…"', str(exc).strip(), flags=re.DOTALL)
+    return f"not a connection string: {reason}"

@@ -367,3 +367,31 @@ def test_a_wrong_template_is_named(key: str, template: str, told: str) -> None:
     (fault,) = faults("", None, **{f"RELAY_ROUTING__{key.upper()}": template})
     assert fault.startswith(f"routing.{key}: ")
     assert told in fault
+
+
+def test_kafka_needs_an_address_and_says_so_with_the_other_faults(tmp_path: Path) -> None:
+    file = tmp_path / "relay.toml"
+    file.write_text('[sink]\nkind = "kafka"\n[sink.kafka.options]\n"linger.ms" = 5\n[delivery]\nmax_batch_events = 0\n')
+    with pytest.raises(ConfigError) as caught:
+        load(file, {})
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == ["sink", "delivery.max_batch_events"]
+    assert "bootstrap.servers" in caught.value.faults[0]
+    load(file, {"RELAY_SINK__KAFKA__OPTIONS__BOOTSTRAP_SERVERS": "a:9092", "RELAY_DELIVERY__MAX_BATCH_EVENTS": "1"})
+    load(file, {"RELAY_SINK__KIND": "console", "RELAY_DELIVERY__MAX_BATCH_EVENTS": "1"})
+
+
+@pytest.mark.parametrize(
+    "url", ["nats://u:a/hunter2@h:4222", "nats://u:hunter2", "b@hunter2@h:1", "nats://u:hunter2@x@h y"]
+)
+def test_a_url_that_cannot_be_read_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"RELAY_SINK__JETSTREAM__SERVERS": url})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_dsn_file_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "dsn").write_text('host=h password=a"b hunter2')
+    config = load(None, {"RELAY_DATABASE__DSN_FILE": str(tmp_path / "dsn")})
+    with pytest.raises(ConfigError) as caught:
+        config.database.conninfo()
+    assert "hunter2" not in str(caught.value)
