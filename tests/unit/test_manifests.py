@@ -191,3 +191,25 @@ def test_compose_gives_the_relay_a_valid_configuration(broker: str) -> None:
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
         assert set(service.get("depends_on", {})) <= set(merged)
     assert broker in merged["relay"]["depends_on"]
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["15.19 and later", "15.18 and before"])
+def test_wal2json_is_allowed_where_the_server_knows_how(knows: bool, tmp_path: Path) -> None:
+    """The entry point against a stand-in that answers as either server does: the image has only one of them."""
+    parameters = ["wal_level"] + ["output_plugin_libraries"] * knows + ["work_mem"] * 50_000
+    (tmp_path / "parameters").write_text("".join(f"{name}\tsighup\n" for name in parameters))
+    server = tmp_path / "postgres"
+    server.write_text(
+        '#!/bin/bash\nif [ "$1" = --describe-config ]; then cat "${0%/*}/parameters"; else printf "%s\\n" "$@"; fi\n'
+    )
+    server.chmod(0o755)
+    (tmp_path / "PG_VERSION").write_text("15\n")
+    done = subprocess.run(
+        [ROOT / "docker/postgres/entrypoint", "postgres", "-c", "fsync=off"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PGDATA": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    allowed = ["-c", "output_plugin_libraries=pgoutput, test_decoding, wal2json"] if knows else []
+    assert done.stdout.splitlines() == [*allowed, "-c", "fsync=off"]
