@@ -34,7 +34,7 @@ log = structlog.get_logger("relay.writeback")
 
 MAX_QUEUED = 200_000  # ids; beyond it reading pauses
 PATIENCE = 2.0  # seconds that a checkpoint waits for the rows before it
-_HURRY = 50_000  # queued ids from which on write-back no longer leaves the time to the stream
+_HURRY = 150_000  # queued ids from which on write-back no longer leaves the time to the stream
 _SHARE = 4  # times the last UPDATE's duration is left to the stream while events are in flight
 _MIN_ROWS, _MAX_ROWS = 100, 5000  # of one UPDATE
 _FAST, _SLOW = 0.05, 0.25  # seconds of one UPDATE: below it may grow, above it shrinks
@@ -178,6 +178,7 @@ class WriteBack:
     async def _turn(self, session: Session) -> None:
         """One UPDATE, or one wait."""
         now = time.monotonic()
+        added = sum(queue.added for queue in self._queues)
         if self._late and self._late[0].due <= now:
             spent = await self._again(session, now)
         elif queue := max(self._queues, key=lambda each: len(each.ids)) if self.queued else None:
@@ -188,7 +189,8 @@ class WriteBack:
                 await asyncio.wait_for(self._work.wait(), self._late[0].due - now if self._late else None)
             return
         self._moved.set()
-        if self._progress.in_flight_events and self.queued < _HURRY:
+        busy = self._progress.in_flight_events or added != sum(queue.added for queue in self._queues)
+        if busy and self.queued < _HURRY:
             await asyncio.sleep(spent * _SHARE)
 
     async def _next(self, session: Session, queue: _Queue) -> float:
