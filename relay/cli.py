@@ -244,6 +244,49 @@ def import_debezium(
 
 
 @app.command()
+def takeover(config: ConfigFile = None, json: Json = False) -> None:
+    """Make the active relay let go, so that a stand-by takes over."""
+    from relay.takeover import Ended, takeover  # noqa: PLC0415
+
+    def render(ended: list[Ended]) -> str:
+        if not ended:
+            return "no relay is active"
+        return "\n".join(
+            f"ended process {each.pid} ({each.role}; {each.application_name} from {each.client or 'a local socket'})"
+            for each in ended
+        )
+
+    _print(_go(takeover(_load(config))), render, json=json)
+
+
+@app.command("adopt-timeline")
+def adopt_timeline(
+    config: ConfigFile = None,
+    published: Annotated[
+        str,
+        typer.Option(
+            "--published",
+            help="What to believe of the rows: checkpoint (the saved snapshot holds: pg_upgrade), nothing "
+            "(publish the whole table: dump and restore), everything (only what comes from now on).",
+        ),
+    ] = "checkpoint",
+    json: Json = False,
+) -> None:
+    """After pg_upgrade, a restore or a move: let the checkpoint belong to the server that is there now."""
+    from relay.timeline import PUBLISHED, Adopted, adopt_timeline  # noqa: PLC0415
+
+    def render(found: Adopted) -> str:
+        return (
+            f"the checkpoint of {found.relay} now belongs to system {found.system_identifier}, timeline "
+            f"{found.timeline} (before: system {found.before}); published so far: {found.published}"
+        )
+
+    if published not in PUBLISHED:
+        raise typer.BadParameter(f"choose one of {', '.join(PUBLISHED)}", param_hint="--published")
+    _print(_go(adopt_timeline(_load(config), PUBLISHED[published])), render, json=json)
+
+
+@app.command()
 def version(json: Json = False) -> None:
     """Print the version."""
     _print({"version": __version__}, lambda found: f"relay {found['version']}", json=json)

@@ -21,6 +21,9 @@ log = structlog.get_logger("relay.singleton")
 
 STANDBY_INTERVAL = 0.5
 _LOCK = "SELECT pg_try_advisory_lock(hashtextextended('outbox_relay:' || %s, 0))"
+# `relay takeover` holds this one while it looks for a successor: whoever was active before lets others go first.
+TAKEOVER = "hashtextextended('outbox_relay_takeover:' || %s, 0)"
+_ASIDE = f"SELECT NOT (pg_try_advisory_lock_shared({TAKEOVER}) AND pg_advisory_unlock_shared({TAKEOVER}))"
 
 
 @asynccontextmanager
@@ -34,6 +37,11 @@ async def hold_lock(config: Config, progress: Progress, stopping: asyncio.Event)
     try:
         await _refuse_strangers(session)
         while not stopping.is_set():
+            if progress.epoch and await _step_aside(session, config.relay.name):
+                if progress.enter("standby"):
+                    log.info("relay.standing_by", reason="an operator asked for a takeover")
+                await pause(stopping, STANDBY_INTERVAL)
+                continue
             with translated():
                 row = await (await session.execute(_LOCK, (config.relay.name,))).fetchone()
             if row and row[0]:
@@ -45,6 +53,12 @@ async def hold_lock(config: Config, progress: Progress, stopping: asyncio.Event)
         yield None
     finally:
         await session.close()
+
+
+async def _step_aside(session: Session, relay: str) -> bool:
+    with translated():
+        row = await (await session.execute(_ASIDE, (relay, relay))).fetchone()
+    return bool(row and row[0])
 
 
 async def _refuse_strangers(session: Session) -> None:
