@@ -364,6 +364,15 @@ class JetStream(Section):
             raise ValueError(f"streams: {', '.join(twice)} is listed twice")
         return self
 
+    @model_validator(mode="after")
+    def _one_secret(self) -> JetStream:
+        if self.user is None and (self.password or self.password_file):
+            raise ValueError("a password needs a user")
+        for name in ("password", "token"):
+            if getattr(self, name) and getattr(self, f"{name}_file"):
+                raise ValueError(f"give {name} or {name}_file, not both")
+        return self
+
 
 class SecretFile(Section):
     file: Path

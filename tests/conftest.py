@@ -10,7 +10,7 @@ import secrets
 
 import pytest
 
-pytest_plugins = ["tests.fix_postgres", "tests.fix_nats", "tests.fix_kafka", "tests.fix_proxy"]
+pytest_plugins = ["tests.fix_postgres", "tests.fix_nats", "tests.fix_kafka", "tests.fix_proxy", "tests.certificates"]
 
 for _name in list(os.environ):
     if _name.startswith(("RELAY_", "PG")) and not _name.startswith("RELAY_TEST_"):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import nats.errors
 import orjson
@@ -30,6 +31,9 @@ from relay.errors import AuthError, ConfigError, ProtocolError, RelayError, Setu
 from relay.sink.nats_acks import AckParser
 
 log = structlog.get_logger("relay.sink.nats")
+
+# asyncio says it of every server that closes a connection after nats-py has upgraded it to TLS; it means nothing.
+logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
 
 Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
 
@@ -81,7 +85,7 @@ class NatsConnection:
         random.shuffle(servers)
         failures: list[RelayError] = []
         for url in [*servers, *(url for url in known if url not in servers)]:
-            self._client = Client()
+            self._client = _Client(wants_tls=_wants_tls(url, config))
             self._closed = False
             try:
                 async with asyncio.timeout(config.connect_timeout):
@@ -94,16 +98,18 @@ class NatsConnection:
                         error_cb=self._on_error,
                         disconnected_cb=self._on_disconnect,
                         closed_cb=self._on_disconnect,
-                        **options,
+                        **(options or _credentials_in(url, config.servers)),
+                        **_encryption(url, config),
                     )
                 await self._prepare(url)
             except BaseException as exc:
                 await self.close()
                 if not isinstance(exc, Exception):
                     raise
-                failures.append(
-                    _translated(exc, mask_url(url), signed=bool(config.nkey_seed_file or config.credentials_file))
-                )
+                failure = _translated(exc, mask_url(url), signed=bool(config.nkey_seed_file or config.credentials_file))
+                if url not in servers:  # nobody vouched for it: what it refuses is no reason to stop
+                    failure = SinkUnavailable(str(failure), hint=failure.hint)
+                failures.append(failure)
                 continue
             return
         failures.sort(key=lambda error: isinstance(error, SinkUnavailable))  # what waiting will not cure comes first
@@ -122,11 +128,8 @@ class NatsConnection:
         if self._denied:
             raise _denied(self._denied[0])
         wire = _Wire(client)
-        if (urlsplit(url).scheme in ("tls", "wss") or self._config.tls) and not wire.encrypted():
-            raise SetupError(
-                f"{mask_url(url)} does not use TLS, but the configuration asks for it",
-                hint="enable TLS in the server, or use a nats:// URL without [sink.jetstream.tls]",
-            )
+        if _wants_tls(url, self._config) and not wire.encrypted():
+            raise _no_tls()
         if self._direct and wire.usable():
             wire.intercept(AckParser(wire.parser(), self.inbox, self._listener.on_acks, self._listener.on_reply))
             self._wire = wire
@@ -239,6 +242,20 @@ class NatsConnection:
             self._listener.on_lost(SinkUnavailable(f"the connection to NATS was lost: {why}"))
 
 
+class _Client(Client):
+    """Where TLS is asked for, nothing is sent in the clear to a server that offers none: neither password nor token."""
+
+    def __init__(self, *, wants_tls: bool) -> None:
+        super().__init__()
+        self._wants_tls = wants_tls
+
+    def _connect_command(self) -> bytes:
+        if self._wants_tls and not _Wire(self).encrypted():
+            raise _no_tls()
+        command: bytes = super()._connect_command()
+        return command
+
+
 class _Wire:
     """nats-py's private parts, all of them: the transport below its buffers and the parser's place in its read loop."""
 
@@ -284,7 +301,7 @@ def _nowhere(_: bytes) -> None:
 
 
 def _credentials(config: JetStream) -> dict[str, Any]:
-    """nats-py's options for user, token, nkey, credentials and TLS; unreadable files are ConfigErrors."""
+    """nats-py's options for user, token, nkey and credentials; unreadable files are ConfigErrors."""
     options: dict[str, Any] = {}
     if config.user is not None:
         options["user"] = config.user
@@ -299,13 +316,45 @@ def _credentials(config: JetStream) -> dict[str, Any]:
     if config.nkey_seed_file:
         options["nkeys_seed_str"] = read_secret(config.nkey_seed_file)
     if config.credentials_file:
-        read_secret(config.credentials_file)
+        content = read_secret(config.credentials_file)
+        if not all(f"-----BEGIN {part}" in content for part in ("NATS USER JWT", "USER NKEY SEED")):
+            # nats-py would look for them for ever
+            raise ConfigError([f"{config.credentials_file}: is no .creds file with a user's JWT and seed"])
         options["user_credentials"] = str(config.credentials_file)
+    return options
+
+
+def _credentials_in(url: str, servers: Sequence[str]) -> dict[str, Any]:
+    """User and password, or token, of the URL; of a discovered server: those of the first URL that has any."""
+    for each in (url, *servers):
+        parts = urlsplit(each)
+        if parts.username is not None and parts.password is not None:
+            return {"user": unquote(parts.username), "password": unquote(parts.password)}
+        if parts.username is not None:
+            return {"token": unquote(parts.username)}
+    return {}
+
+
+def _encryption(url: str, config: JetStream) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     if config.tls:
         options["tls"] = _tls(config.tls)
-        if config.tls.hostname:
-            options["tls_hostname"] = config.tls.hostname
+    if config.tls and config.tls.hostname:
+        options["tls_hostname"] = config.tls.hostname
+    elif url not in config.servers:  # discovered by its address, while certificates are made out to names
+        options["tls_hostname"] = urlsplit(config.servers[0]).hostname
     return options
+
+
+def _wants_tls(url: str, config: JetStream) -> bool:
+    return urlsplit(url).scheme in ("tls", "wss") or config.tls is not None
+
+
+def _no_tls() -> SetupError:
+    return SetupError(
+        "the NATS server does not use TLS, but the configuration asks for it",
+        hint="enable TLS in the server, or use a nats:// URL without [sink.jetstream.tls]",
+    )
 
 
 def _tls(tls: Tls) -> ssl.SSLContext:

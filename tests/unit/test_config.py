@@ -395,3 +395,12 @@ def test_a_dsn_file_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         config.database.conninfo()
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"PASSWORD": "x"}, {"USER": "u", "PASSWORD": "x", "PASSWORD_FILE": "f"}, {"TOKEN": "x", "TOKEN_FILE": "f"}],
+)
+def test_secrets_of_nats_that_contradict_each_other(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="^sink"):
+        load(None, {f"RELAY_SINK__JETSTREAM__{name}": value for name, value in given.items()})

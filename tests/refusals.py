@@ -1,0 +1,67 @@
+"""What users see of credentials: with the right ones events flow, with wrong ones one clear line; never a secret.
+
+Every command that touches the servers is run as a process of its own, and all that it prints is searched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.relays import RelayProcess
+
+
+def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAY_", "PG"))}
+    return subprocess.run(
+        [sys.executable, "-m", "relay", *arguments, "--config", str(config)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=60,
+    )
+
+
+def keeps_silent(text: str, secrets: Sequence[str]) -> None:
+    assert "Traceback" not in text, text
+    for secret in secrets:
+        assert secret not in text, f"a secret shows: {text}"
+
+
+async def refused(config: Path, says: str, secrets: Sequence[str] = ()) -> None:
+    """`relay run` ends with exit code 3, one line and a hint, in the log and on stderr; `relay check` says the same."""
+    with RelayProcess(config) as relay:
+        code = await relay.ended(60)
+    keeps_silent("".join([*relay.stdout, *relay.stderr]), secrets)
+    assert code == 3, relay.output
+    error, hint = (line for line in relay.stderr if line.startswith(("error: ", "hint: ")))
+    assert error.startswith("error: ") and says in error and hint.startswith("hint: "), relay.output
+    (failed,) = relay.said("relay.failed")
+    assert failed["level"] == "error" and failed["error_class"] == "AuthError", failed
+    assert says in failed["error"] and failed["hint"], failed
+    checked = command(config, "check", "--json")
+    keeps_silent(checked.stdout + checked.stderr, secrets)
+    assert checked.returncode == 3, checked
+    assert says in checked.stdout, checked
+
+
+async def accepted(config: Path, secrets: Sequence[str] = ()) -> None:
+    """The relay streams, and nothing that it says or shows holds a secret."""
+    checked = command(config, "check")
+    assert checked.returncode == 0, checked
+    said = [checked.stdout, checked.stderr]
+    with RelayProcess(config) as relay:
+        await relay.ready()
+        said += [json.dumps(relay.http(path)[1]) for path in ("/status", "/readyz", "/metrics")]
+        await relay.stopped()
+    said += [*relay.stdout, *relay.stderr]
+    for arguments in (("check", "--show-config"), ("status", "--json")):
+        done = command(config, *arguments)
+        assert done.returncode == 0, done
+        said += [done.stdout, done.stderr]
+    keeps_silent("\n".join(said), secrets)
