@@ -2,7 +2,7 @@
 
 `cut()` resets every connection, `refuse()` also turns new ones away, `stall()` forwards nothing and closes nothing (a
 cable pulled: no FIN, no RST), `resume()` makes everything normal again; what was stalled arrives then, as TCP would
-have it.
+have it. `delay` holds every piece back for so many seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Proxy:
         user, at, _ = parts.netloc.rpartition("@")
         self.url = urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{self.port}")).removeprefix("//")
         self.accepted = 0
+        self.delay = 0.0
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._links: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
@@ -82,28 +83,30 @@ class Proxy:
             server_reader, server_writer = await asyncio.open_connection(self._host, self._target_port)
             writers.append(server_writer)
             async with asyncio.TaskGroup() as pumps:
-                pumps.create_task(_pump(reader, server_writer, self._up))
-                pumps.create_task(_pump(server_reader, writer, self._down))
+                pumps.create_task(self._pump(reader, server_writer, self._up))
+                pumps.create_task(self._pump(server_reader, writer, self._down))
         except* (OSError, asyncio.CancelledError):
             for end in writers:
-                end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                with contextlib.suppress(OSError):  # closed already
+                    end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         finally:
             for end in writers:
                 end.transport.abort()
             self._links.discard(task)
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
-    while True:
-        await flowing.wait()
-        data = await reader.read(1 << 16)
-        await flowing.wait()  # what was read when the cable was pulled has not passed it
-        if not data:
-            with contextlib.suppress(OSError):
-                writer.write_eof()
-            return
-        writer.write(data)
-        await writer.drain()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
+        while True:
+            await flowing.wait()
+            data = await reader.read(1 << 16)
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            await flowing.wait()  # what was read when the cable was pulled has not passed it
+            if not data:
+                with contextlib.suppress(OSError):
+                    writer.write_eof()
+                return
+            writer.write(data)
+            await writer.drain()
 
 
 @pytest.fixture
