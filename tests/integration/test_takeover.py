@@ -21,6 +21,11 @@ def sections(database: Database, nats: Nats, prefix: str) -> dict[str, Any]:
     return settings(database.dsn, jetstream(nats.url, prefix), source={"slot": prefix})
 
 
+_UNCOVERED = """
+    SELECT count(*) FROM outbox_events, outbox_relay_checkpoint WHERE NOT pg_visible_in_snapshot(xid, snap)
+"""
+
+
 @pytest.mark.guarantee("G6")
 async def test_a_takeover_makes_the_stand_by_active_and_the_other_one_stand_by(
     tmp_path: Path, database: Database, sections: dict[str, Any], nats: Nats, prefix: str
@@ -73,6 +78,7 @@ async def test_a_checkpoint_of_another_server_stops_the_relay_until_the_operator
     with RelayProcess(path) as relay:
         await relay.has_published(20)
         await relay.streaming()
+        await eventually(lambda: database.query(_UNCOVERED) == [(0,)], "the checkpoint's snapshot covers them")
         await relay.stopped()
     database.execute("UPDATE outbox_relay_checkpoint SET system_identifier = '1'")
     with RelayProcess(path) as relay:
