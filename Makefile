@@ -35,8 +35,8 @@ format: $(READY) ## rewrite the code as ruff wants it
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-chaos: services ## the long fault-injection runs
-	@$(BIN)/pytest -m chaos tests/chaos $(ARGS)
+chaos: services ## break everything while writers write, then count: docs/chaos.md
+	@$(BIN)/python -m tests.chaos.run $(ARGS)
 
 bench: $(READY) ## measure: backlog and steady rate, with pg_recvlogical beside it
 	@$(BIN)/relay bench $(ARGS)

@@ -1,7 +1,7 @@
 """The relay killed (SIGKILL) at random under load, again and again: nothing lost, nothing invented, order kept.
 
 Duplicates carry the same id: JetStream's window swallows them, on Kafka consumers do. The short runs belong to every
-test run, the long ones to `make chaos`.
+test run; the long ones run with `pytest -m chaos`.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ class _Run:
             self._say(f"{quiet - began:5.0f} s  faults are over; waiting until everything has arrived")
             committed = await self._settle()
             settled = time.monotonic()
-            for relay in self._stage.relays:
-                if (code := await relay.stop()) != 0:
+            codes = await asyncio.gather(*(relay.stop() for relay in self._stage.relays))
+            for relay, code in zip(self._stage.relays, codes, strict=True):
+                if code != 0:
                     self._problems.append(f"{relay.name} ended with {code} when it was asked to stop")
             await asyncio.gather(*keepers)
             for task in background:

@@ -89,7 +89,7 @@ class Options:
     overlap: int = 2
     backlog: int = 50_000
     settle: float = 180.0
-    report: Path = Path("chaos-report")
+    report: Path = Path("chaos-results")
 
     @property
     def seconds(self) -> float:
