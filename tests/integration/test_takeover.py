@@ -90,7 +90,7 @@ async def test_a_checkpoint_of_another_server_stops_the_relay_until_the_operator
         await relay.streaming()
         database.execute(f"INSERT INTO outbox_events (topic, aggregate_id, payload) VALUES ('{prefix}.a', 'k', '{{}}')")
         await relay.has_published(again + 1)
-        await eventually(lambda: relay.counter("relay_events_published_total") == again + 1, "what was decided")
+        await eventually(lambda: relay.counter("published_events") == again + 1, "what was decided")
         await relay.stopped()
 
 
