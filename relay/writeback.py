@@ -127,10 +127,10 @@ class WriteBack:
             if left <= 0 or not self._running:
                 return False
             self._moved.clear()
-            try:
-                await asyncio.wait_for(self._moved.wait(), left)
-            except TimeoutError:
-                return False
+            # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._moved.wait()
         return True
 
     async def bind(self, session: Session, table: str, columns: Mapping[str, str]) -> None:
@@ -186,7 +186,8 @@ class WriteBack:
         else:
             self._work.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._work.wait(), self._late[0].due - now if self._late else None)
+                async with asyncio.timeout(self._late[0].due - now if self._late else None):
+                    await self._work.wait()
             return
         self._moved.set()
         busy = self._progress.in_flight_events or added != sum(queue.added for queue in self._queues)
