@@ -6,6 +6,7 @@ paste where that helps. Opening the sink may create streams or topics, if the co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.config import Config, Outbox
-from relay.errors import RelayError, SlotBusy, SlotLost
+from relay.errors import RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
 from relay.lsn import LSN
 from relay.setup import RELAY_TABLES
 from relay.sink import open_sink
@@ -43,6 +44,7 @@ _GOOD_MINOR = {14: 19, 15: 14, 16: 10, 17: 6}
 _JSON = {"json", "jsonb"}
 _INTEGERS = {"bigint", "integer", "smallint"}
 _LONG_TRANSACTION = 60.0  # seconds
+_LISTED = re.compile(r'"((?:[^"]|"")*)"|([^",\s]+)')
 
 
 Level = Literal["ok", "warning", "error"]
@@ -104,8 +106,11 @@ async def _inspect(session: Session, config: Config) -> list[Finding]:
     for outbox, table in tables:
         findings += list(_outbox(outbox, table, server.user))
     findings += await _relay_tables(session, server.user)
-    publication = await publication_info(session, config.source.publication)
-    findings += list(_publication(publication, [table or _absent(outbox) for outbox, table in tables]))
+    if config.source.plugin == "pgoutput":
+        publication = await publication_info(session, config.source.publication)
+        findings += list(_publication(publication, [table or _absent(outbox) for outbox, table in tables]))
+    else:  # a plugin with a filter of its own needs no publication
+        findings += await _plugin(session, config.source.plugin)
     findings += list(_slot(slot, server, config, await _checkpoint_lsn(session, config)))
     if slot is None:
         findings += await _blockers(session)
@@ -360,6 +365,49 @@ def _publication(publication: PublicationInfo, tables: Sequence[TableInfo]) -> I
         yield Finding("warning", subject, f"also publishes {others}, which costs and is thrown away", remedy)
     if good:
         yield Finding("ok", subject, f"publishes inserts of {', '.join(table.name for table in tables)}")
+
+
+async def _plugin(session: Session, plugin: str) -> list[Finding]:
+    """An output plugin that is not built in: is it allowed, is it there?"""
+    subject = f"plugin {plugin}"
+    # Unknown to servers before the minors of August 2026: they allow whatever is installed.
+    ((setting,),) = await fetch(session, "SELECT current_setting('output_plugin_libraries', true)")
+    allowed = None if setting is None else libraries(setting)
+    if allowed is not None and plugin not in allowed:
+        # A list in a single pair of quotes would be taken as one name; whoever wrote it that way meant its parts.
+        meant = dict.fromkeys(part.strip() for name in allowed for part in name.split(","))
+        wanted = ",".join(f"'{name}'" for name in (*(meant or ("pgoutput", "test_decoding")), plugin) if name)
+        if plugin in meant:
+            wanted = ",".join(f"'{name}'" for name in meant)
+        remedy = f"ALTER SYSTEM SET output_plugin_libraries = {wanted}; SELECT pg_reload_conf();  "
+        remedy += "(each name in quotes of its own: one quoted list is taken as a single name)"
+        return [Finding("error", subject, f"is not among output_plugin_libraries ({setting})", remedy)]
+    try:
+        loaded = await _loads(session, plugin)
+    except SetupError as exc:
+        return [Finding("error", subject, str(exc), exc.hint)]
+    return [Finding("ok", subject, "is installed and allowed")] if loaded else []
+
+
+async def _loads(session: Session, plugin: str) -> bool:
+    """Only Postgres knows whether the library is there: a temporary slot loads it, and is gone with the session."""
+    name = f"relay_check_{session.pgconn.backend_pid}"
+    try:
+        await fetch(session, "SELECT set_config('lock_timeout', '500ms', false)")
+        await fetch(session, "SELECT pg_create_logical_replication_slot(%s, %s, true)", name, plugin)
+        await fetch(session, "SELECT pg_drop_replication_slot(%s)", name)
+    except SourceUnavailable:
+        return True  # somebody's transaction made the slot wait: by then the library was loaded
+    except RelayError as exc:
+        if isinstance(exc, SetupError) and "output plugin" in str(exc):
+            raise
+        return False  # no right to replicate, no free slot, wrong wal_level: said elsewhere
+    return True
+
+
+def libraries(setting: str) -> list[str]:
+    """The names in a list parameter as Postgres shows it: bare, or in double quotes."""
+    return [quoted.replace('""', '"') or bare for quoted, bare in _LISTED.findall(setting)]
 
 
 async def _checkpoint_lsn(session: Session, config: Config) -> LSN | None:

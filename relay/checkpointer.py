@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import structlog
 
 from relay.audit import Audit, Window
-from relay.checkpoint import CheckpointStore, Sample
+from relay.checkpoint import EMPTY, CheckpointStore, Sample
 from relay.config import Checkpoint as CheckpointSection
 from relay.errors import StreamIncomplete
 from relay.lsn import LSN
@@ -75,11 +75,10 @@ class Checkpointer:
 
     async def _judge(self, window: Window) -> None:
         """Raise StreamIncomplete if the table holds rows that the stream did not bring."""
-        # Nothing came and nothing was written since: an idle outbox costs no query.
-        blind = self.audit.blind
-        if not self._audited or blind or window.since.xmax == window.until.snapshot.xmax:
+        until, blind = window.until.snapshot, self.audit.blind
+        # EMPTY: somebody else's slot was taken over, and what was published before is not known. Equal: nobody wrote.
+        if not self._audited or blind or window.since in (EMPTY, until):
             return
-        until = window.until.snapshot
         rows = await count_rows(self._session, self._audited, window.since, until)
         self._progress.audits += 1
         if rows <= window.total:

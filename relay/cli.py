@@ -90,12 +90,34 @@ def setup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the SQL instead of running it.")] = False,
     role: Annotated[str | None, typer.Option("--role", help="Also create this least-privilege login role.")] = None,
     partitioned: Annotated[bool, typer.Option("--partitioned", help="Make the outbox table partitioned.")] = False,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Add to existing tables the columns that recovery from the table needs.")
+    ] = False,
+    from_slot: Annotated[
+        str | None,
+        typer.Option(
+            "--from-slot", help="Continue this slot where its former reader (Debezium) stopped.", metavar="NAME"
+        ),
+    ] = None,
+    publication: Annotated[
+        str | None, typer.Option("--publication", help="With --from-slot: the publication it streams.", metavar="NAME")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Create what the relay needs in the database: tables and publication. Repeatable; never drops anything."""
     from relay.setup import render, script, setup  # noqa: PLC0415
 
-    steps = _go(setup(_load(config), dry_run=dry_run, role=role, partitioned=partitioned))
+    steps = _go(
+        setup(
+            _load(config),
+            dry_run=dry_run,
+            role=role,
+            partitioned=partitioned,
+            adopt=adopt,
+            from_slot=from_slot,
+            publication=publication,
+        )
+    )
     if dry_run and not json:
         typer.echo(script(steps))
     else:

@@ -29,6 +29,7 @@ from pydantic import (
 
 from relay.errors import ConfigError
 from relay.presets import applied
+from relay.schema import load_schemas
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -230,6 +231,11 @@ class Routing(Section):
         OWN_HEADERS, description="Which of the relay's own headers to send; `relay-position` is always sent."
     )
     source: str = Field("/{table}", description="CloudEvents `source`.")
+    schemas: Annotated[dict[str, Path], BeforeValidator(_json)] = Field(
+        default_factory=dict,
+        description='JSON Schema of the payload, by event type: `"order.created" = "schemas/order.json"`. A payload '
+        "that does not fit is rejected. Needs the extra `schema`.",
+    )
 
     _check = field_validator("topic", "fallback_topic", "key")(_template)
 
@@ -278,7 +284,7 @@ class Outbox(Section):
     @classmethod
     def _qualified(cls, value: str) -> str:
         if not value or value.count(".") > 1 or value.startswith(".") or value.endswith("."):
-            raise ValueError("write schema.table")
+            raise ValueError("write schema.table (a name that itself contains a dot is not supported)")
         return value if "." in value else f"public.{value}"
 
     @field_validator("header_columns")
@@ -533,6 +539,11 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
         for error in exc.errors(include_url=False, include_input=False):
             faults.append(_fault(error))
         raise ConfigError(faults, hint="docs/configuration.md lists every key") from None
+    for routing in (config.routing, *(outbox.routing for outbox in config.outbox if outbox.routing)):
+        try:
+            load_schemas(routing.schemas)  # kept: the router asks for the same files
+        except ConfigError as exc:
+            raise ConfigError([*faults, *exc.faults], hint=exc.hint) from None
     if faults:
         raise ConfigError(faults, hint="docs/configuration.md lists every key")
     return config

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from relay.admin.status import progress_line
+from relay.adopt import condition
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
 from relay.config import Config
@@ -303,6 +304,8 @@ class Life:
                 stamp=lambda round_: self._stamp("recovery", round_),
                 interval=interval,
                 single=single,
+                # At the first start a table with a status says itself which of its rows nobody has published.
+                only={each.table: condition(each.unpublished) for each in self._config.outbox if each.unpublished},
             )
             noted: Gap | None = None
 

@@ -7,17 +7,19 @@ What cannot be routed is not dropped: `Unroutable` carries the reason, and the c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import quote
 
 import orjson
 
-from relay.body import bare, content_type, envelope, rfc3339
+from relay.body import Body, bare, content_type, envelope, rfc3339
 from relay.config import Routing
+from relay.errors import ConfigError
 from relay.event import Event, HeaderNames, Transaction
 from relay.outbox import (
     AGGREGATE_ID,
     AGGREGATE_TYPE,
+    BYTEA,
     CREATED_AT,
     EVENT_TYPE,
     FIELDS,
@@ -33,6 +35,7 @@ from relay.outbox import (
     Cell,
     Row,
 )
+from relay.schema import Check, load_schemas
 
 _PARTS = {"type": EVENT_TYPE, "aggregate-type": AGGREGATE_TYPE, "aggregate-id": AGGREGATE_ID, "seq": SEQ}
 _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 token: what NATS and HTTP take
@@ -67,6 +70,11 @@ class Router:
         if content_type(binding, routing.format) != b"application/json":
             self._taken -= {"content-type"}  # of other payloads only the application knows what they are
         self._extra_names = mapping.header_names
+        if routing.schemas:
+            if binding.types[PAYLOAD] == BYTEA:
+                reason = f"{self._table}: routing.schemas needs a JSON payload, and {mapping.columns[PAYLOAD]} is bytea"
+                raise ConfigError([reason], hint="leave routing.schemas out, for this table in [outbox.routing]")
+            self._body = _valid(load_schemas(routing.schemas), self._body)
 
     def event(self, row: list[Cell], transaction: Transaction, ordinal: int) -> Event:
         """The event of a row; raises Unroutable."""
@@ -119,6 +127,20 @@ class Router:
             elif lowered not in taken:
                 headers[name] = value
         return HeaderNames.of(tuple(headers)), tuple(headers.values())
+
+
+def _valid(schemas: Mapping[bytes, Check], body: Body) -> Body:
+    """The body of payloads that fit their event type's schema; a NULL (a tombstone) has no payload to judge."""
+
+    def checked(event_id: bytes, row: Row) -> bytes | None:
+        payload, check = row[PAYLOAD], schemas.get(row[EVENT_TYPE] or b"")
+        if check is not None and payload is not None:
+            reason = check(payload)
+            if reason:
+                raise Unroutable(reason)
+        return body(event_id, row)
+
+    return checked
 
 
 def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[str, ...], Values]:

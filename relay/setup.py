@@ -1,34 +1,37 @@
 """`relay setup`: makes what the relay needs in Postgres, from the files in sql/. Run it as often as you like.
 
 First everything is looked at, then a plan is made (pure), then it is carried out in one transaction; a dry run stops
-before that. It never drops or rewrites anything, and it never makes the slot: the first `relay run` does, because the
-publication must exist before it.
+before that. Adopting tables (adopt.py) comes after it, table by table. It never drops or rewrites anything, and it
+never makes the slot: the first `relay run` does, because the publication must exist before it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
 
 from psycopg import sql
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relay.adopt import Saved, Step, adoption, continued, count_unpublished
 from relay.config import Columns, Config, Outbox
-from relay.errors import AuthError, ContractError, SetupError
+from relay.errors import AuthError, ConfigError, ContractError, SetupError, SourceUnavailable
 from relay.source.session import Session, connect, translated
 from relay.source.slot import (
     PublicationInfo,
     ServerInfo,
+    SlotInfo,
     TableInfo,
     fetch,
     publication_info,
     server_info,
+    slot_info,
     split,
     table_info,
 )
@@ -37,16 +40,6 @@ RELAY_TABLES = ("outbox_relay_checkpoint", "outbox_relay_history", "outbox_dead_
 VERSION = 5  # the highest numbered file
 _RELAY_VERSION = 2  # the highest file that changes the relay's own tables
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox_relay_setup', 0))"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One thing that setup looked after. `sql` is what it ran, or would run."""
-
-    subject: str
-    action: Literal["created", "altered", "present", "warning"]
-    sql: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +62,39 @@ class Found:
     growing: frozenset[str]  # outbox tables whose partitions setup keeps ahead
     publication: PublicationInfo
     role: Role | None
+    unpublished: Mapping[str, int] = field(default_factory=dict)  # old rows of tables that are to be adopted
+    broken_indexes: frozenset[str] = frozenset()
+    slot: SlotInfo | None = None  # the one to be continued
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What setup was asked for beyond the ordinary."""
+
+    role: str | None = None
+    partitioned: bool = False
+    adopt: bool = False
+    from_slot: str | None = None
 
 
 async def setup(
-    config: Config, *, dry_run: bool = False, role: str | None = None, partitioned: bool = False
+    config: Config,
+    *,
+    dry_run: bool = False,
+    role: str | None = None,
+    partitioned: bool = False,
+    adopt: bool = False,
+    from_slot: str | None = None,
+    publication: str | None = None,
 ) -> list[Step]:
     """Make what is missing; returns what was done, or with `dry_run` what would be."""
+    wish = Wish(role, partitioned, adopt, from_slot)
+    _agree(config, from_slot, publication)
     session = await connect(config.database, "relay setup")
     async with session:
         if dry_run:
-            return plan(config, await look(session, config, role), partitioned=partitioned)
+            return plan(config, await look(session, config, wish), wish)
         try:
             with translated():
                 async with session.transaction():
@@ -86,14 +102,53 @@ async def setup(
                     await session.execute("SET LOCAL lock_timeout = '60s'")
                     await session.execute(_LOCK)
                     await session.execute("SET LOCAL lock_timeout = '10s'")
-                    steps = plan(config, await look(session, config, role), partitioned=partitioned)
-                    return [await _carry_out(session, step) for step in steps]
+                    steps = plan(config, await look(session, config, wish), wish)
+                    done = [step if step.alone else await _carry_out(session, step) for step in steps]
+            for step in done:
+                if step.alone:
+                    await _patiently(session, step)
+            return done
         except AuthError as exc:
             raise AuthError(
                 str(exc),
                 hint="run setup as the owner of the database and its outbox tables, "
                 "or give the output of `relay setup --dry-run` to somebody who is",
             ) from exc
+
+
+def _agree(config: Config, slot: str | None, publication: str | None) -> None:
+    """`relay run` will read them from the configuration: what the command line says must stand there, too."""
+    said = {"slot": (slot, config.source.slot), "publication": (publication, config.source.publication)}
+    faults = [
+        f"source.{name} is {configured!r} in the configuration, not {asked!r}"
+        for name, (asked, configured) in said.items()
+        if asked is not None and asked != configured
+    ]
+    if faults:
+        lines = ", ".join(f'{name} = "{asked}"' for name, (asked, _) in said.items() if asked is not None)
+        raise ConfigError(faults, hint=f"write under [source] of relay.toml: {lines}")
+
+
+async def _patiently(session: Session, step: Step) -> None:
+    """A step that needs a lock which writers have, too: ask for it briefly, again and again."""
+    for left in range(30, -1, -1):
+        try:
+            with translated():
+                await session.execute("SET lock_timeout = '10s'")
+                await session.execute(step.sql.encode())
+        except SourceUnavailable as exc:
+            if session.closed:
+                raise
+            await session.rollback()
+            if not left:
+                raise SetupError(
+                    f"{step.subject}: {exc}",
+                    hint="a long transaction holds the table: SELECT pid, xact_start, query FROM pg_stat_activity "
+                    "WHERE xact_start IS NOT NULL ORDER BY xact_start; run setup again when it is over",
+                ) from exc
+            await asyncio.sleep(0.3)
+        else:
+            return
 
 
 async def _carry_out(session: Session, step: Step) -> Step:
@@ -109,13 +164,16 @@ async def _carry_out(session: Session, step: Step) -> Step:
 
 def script(steps: Sequence[Step]) -> str:
     """The plan as a script to paste into psql."""
-    parts = [f"-- {step.subject}\n{step.sql.strip()}\n" for step in steps if step.sql]
-    notes = [f"-- note: {step.subject}: {step.note}\n" for step in steps if step.note]
-    body = "\n".join(parts) if parts else "-- nothing to do\n"
-    return "".join(notes) + ("BEGIN;\n\n" + body + "\nCOMMIT;\n" if parts else body)
+    parts = [f"-- {step.subject}\n{step.sql.strip()}\n" for step in steps if step.sql and not step.alone]
+    alone = [f"-- {step.subject}: {step.note}\n{step.sql.strip()}\n" for step in steps if step.sql and step.alone]
+    notes = [f"-- note: {step.subject}: {step.note}\n" for step in steps if step.note and not step.alone]
+    if not parts and not alone:
+        return "".join(notes) + "-- nothing to do\n"
+    text = "".join(notes) + ("BEGIN;\n\n" + "\n".join(parts) + "\nCOMMIT;\n" if parts else "")
+    return text + "".join(f"\n{each}" for each in alone)
 
 
-async def look(session: Session, config: Config, role: str | None) -> Found:
+async def look(session: Session, config: Config, wish: Wish) -> Found:
     """Everything that the plan depends on."""
     tables = [outbox.table for outbox in config.outbox]
     versions: dict[str, int] = {}
@@ -135,24 +193,43 @@ async def look(session: Session, config: Config, role: str | None) -> Found:
         """,
         tables,
     )
+    outboxes = {table: await table_info(session, table) for table in tables}
+    unpublished = {}
+    broken = []
+    if wish.adopt:
+        for outbox in config.outbox:
+            info = outboxes[outbox.table]
+            unpublished[outbox.table] = await count_unpublished(session, outbox, info) if info else 0
+        query = "SELECT c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid WHERE NOT i.indisvalid"
+        broken = [name for (name,) in await fetch(session, query)]
     return Found(
         server=await server_info(session),
         versions=versions,
         relay_tables=frozenset(name for (name,) in present),
         schemas=frozenset(name for (name,) in await fetch(session, "SELECT nspname FROM pg_namespace")),
-        outboxes={table: await table_info(session, table) for table in tables},
+        outboxes=outboxes,
         growing=frozenset(name for (name,) in growing),
         publication=await publication_info(session, config.source.publication),
-        role=await _look_at_role(session, role, tables) if role else None,
+        role=await _look_at_role(session, wish.role, config.outbox) if wish.role else None,
+        unpublished=unpublished,
+        broken_indexes=frozenset(broken),
+        slot=await slot_info(session, wish.from_slot) if wish.from_slot else None,
+        saved=await _saved(session, config) if wish.from_slot and RELAY_TABLES[0] in {n for (n,) in present} else None,
     )
 
 
-async def _look_at_role(session: Session, role: str, tables: Sequence[str]) -> Role:
+async def _saved(session: Session, config: Config) -> Saved | None:
+    query = "SELECT slot, lsn::text, phase FROM public.outbox_relay_checkpoint WHERE relay = %s"
+    rows = await fetch(session, query, config.relay.name)
+    return Saved(*rows[0]) if rows else None
+
+
+async def _look_at_role(session: Session, role: str, outboxes: Sequence[Outbox]) -> Role:
     rows = await fetch(session, "SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = %s", role)
     if not rows:
         return Role(role, exists=False, replication=False, granted=False)
     wanted = [("public", name, right) for name in RELAY_TABLES for right in ("SELECT", "INSERT", "UPDATE", "DELETE")]
-    wanted += [(*split(table), "SELECT") for table in tables] + [("public", "outbox_relay_version", "SELECT")]
+    wanted += [(*split(outbox.table), "SELECT") for outbox in outboxes] + [("public", "outbox_relay_version", "SELECT")]
     schemas, names, rights = (list(part) for part in zip(*wanted, strict=True))
     granted = await fetch(
         session,
@@ -169,18 +246,37 @@ async def _look_at_role(session: Session, role: str, tables: Sequence[str]) -> R
         names,
         rights,
     )
-    return Role(role, exists=True, replication=rows[0][0], granted=granted[0][0])
+    marked = [(*split(outbox.table), column) for outbox in outboxes for column in outbox.write_back]
+    writes = await fetch(
+        session,
+        """
+        SELECT coalesce(bool_and(has_column_privilege(%s, c.oid, a.attnum, 'UPDATE')), true)
+        FROM unnest(%s::text[], %s::text[], %s::text[]) AS w (schema, name, wanted)
+        JOIN pg_namespace n ON n.nspname = w.schema JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = w.wanted
+        """,
+        role,
+        *[[each[place] for each in marked] for place in range(3)],
+    )
+    return Role(role, exists=True, replication=rows[0][0], granted=granted[0][0] and writes[0][0])
 
 
-def plan(config: Config, found: Found, *, partitioned: bool) -> list[Step]:
+def plan(config: Config, found: Found, wish: Wish) -> list[Step]:
     """What to do, in order. Raises when only a person can decide. Pure."""
     _refuse(found)
     steps = [_relay_tables(found)]
     for outbox in config.outbox:
-        steps += _outbox(outbox, found, partitioned=partitioned)
+        steps += _outbox(outbox, found, partitioned=wish.partitioned)
     steps += _publication(config, found)
+    if wish.from_slot is not None:
+        steps.append(continued(config, found.server, found.slot, found.saved, wish.from_slot))
     if found.role:
         steps += _role(found.role, config)
+    for outbox in config.outbox:
+        table = found.outboxes[outbox.table]
+        if wish.adopt and table is not None:
+            count = found.unpublished[outbox.table]
+            steps += adoption(outbox, table, unpublished=count, broken=found.broken_indexes)
     return steps
 
 
@@ -296,6 +392,9 @@ def _role(role: Role, config: Config) -> list[Step]:
     for outbox in config.outbox:
         schema, table = split(outbox.table)
         grants.append(load("roles.sql", {"role": role.name, "schema": schema, "table": table}))
+        if outbox.write_back:
+            columns = ", ".join(_identifier(column) for column in outbox.write_back)
+            grants.append(f"GRANT UPDATE ({columns}) ON {_qualified(outbox.table)} TO {name};\n")
     return [*steps, Step(f"rights of {role.name}", "altered", "\n".join(grants))]
 
 

@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -53,6 +53,11 @@ async def eventually(
             raise AssertionError(f"not within {timeout:g} s: {what}\n{context() if context else ''}")
         await asyncio.sleep(0.02)
     return answer
+
+
+async def more_than(listed: Sized, count: int, what: str, *, context: Callable[[], str] | None = None) -> None:
+    """Wait until the list has more than so many."""
+    await eventually(lambda: len(listed) > count, f"more than {count}: {what}", context=context)
 
 
 # --- configuration
@@ -219,6 +224,20 @@ class RelayProcess:
 
     async def ready(self, timeout: float = _PATIENCE) -> None:
         await eventually(lambda: self.http("/readyz")[0] == 200, "ready", timeout=timeout, context=lambda: self.output)
+
+    async def says_again(self, event: str, times: int) -> None:
+        """Wait until it has said this more than so many times."""
+        await eventually(lambda: len(self.said(event)) > times, f"{event} again", context=lambda: self.output)
+
+    async def has_published(self, count: int, timeout: float = _PATIENCE) -> None:
+        """Wait until it counts so many events as published; fails when it ends before."""
+        await eventually(
+            lambda: self.counter("published_events") >= count or not self.running,
+            f"{count} events are published",
+            timeout=timeout,
+            context=lambda: self.output,
+        )
+        assert self.running, self.output
 
     async def streaming(self, timeout: float = _PATIENCE) -> None:
         await self.says("stream.started", timeout=timeout)

@@ -16,6 +16,7 @@ import orjson
 from confluent_kafka import Consumer as KafkaClient
 from confluent_kafka import KafkaException
 from confluent_kafka import Message as KafkaMessage
+from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -45,34 +46,52 @@ class JetStreamConsumer:
     def __init__(self, url: str, stream: str) -> None:
         self._url = url
         self._stream = stream
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{_NAME}"
+        self._request = orjson.dumps({"batch": _PULL, "expires": int(_LINGER * 1e9)})
+        self._asked = 0  # events that are still to come for the last request
 
     async def run(self, receive: Receive) -> None:
+        closed = asyncio.Event()
+
+        async def on_closed() -> None:
+            closed.set()
+
+        async def on_message(message: Msg) -> None:
+            self._asked -= 1
+            if message.reply:
+                receive(_from_jetstream(message))
+                await message.ack()
+            else:  # a status, not an event: the request is over
+                self._asked = 0
+            if not self._asked:
+                await self._ask(client, inbox)
+
         try:
-            client = await nats.connect(self._url, name="relay demo consumer")
+            client = await nats.connect(self._url, name="relay demo consumer", closed_cb=on_closed)
             try:
-                context = client.jetstream()
-                wanted = ConsumerConfig(durable_name=_NAME, ack_policy=AckPolicy.EXPLICIT, max_ack_pending=10 * _PULL)
-                while True:
-                    try:
-                        await context.add_consumer(self._stream, wanted)
-                        break
-                    except NotFoundError:  # the relay makes the stream when it opens its sink
-                        await asyncio.sleep(0.05)
+                await self._create(client)
                 inbox = client.new_inbox()
-                subscription = await client.subscribe(inbox)
-                request = orjson.dumps({"batch": _PULL, "expires": int(_LINGER * 1e9)})
-                while True:
-                    await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{_NAME}", request, reply=inbox)
-                    for _ in range(_PULL):
-                        message = await subscription.next_msg(timeout=2 * _LINGER)
-                        if not message.reply:  # a status, not an event: the request is over
-                            break
-                        receive(_from_jetstream(message))
-                        await message.ack()
+                await client.subscribe(inbox, cb=on_message)
+                await self._ask(client, inbox)
+                await closed.wait()
+                raise SinkUnavailable("the demo's consumer lost NATS")
             finally:
                 await client.close()
         except (NatsError, OSError, TimeoutError) as exc:
             raise SinkUnavailable(f"the demo's consumer lost NATS: {exc}") from exc
+
+    async def _create(self, client: NatsClient) -> None:
+        wanted = ConsumerConfig(durable_name=_NAME, ack_policy=AckPolicy.EXPLICIT, max_ack_pending=10 * _PULL)
+        while True:
+            try:
+                await client.jetstream().add_consumer(self._stream, wanted)
+                return
+            except NotFoundError:  # the relay makes the stream when it opens its sink
+                await asyncio.sleep(0.05)
+
+    async def _ask(self, client: NatsClient, inbox: str) -> None:
+        self._asked = _PULL
+        await client.publish(self._next, self._request, reply=inbox)
 
 
 def _from_jetstream(message: Msg) -> Arrival:

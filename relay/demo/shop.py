@@ -10,6 +10,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import ceil
 
 import psycopg
 from psycopg.types.json import Jsonb
@@ -32,7 +33,8 @@ INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload)
 VALUES ('order', %s, %s, %s) RETURNING id::text
 """
 
-_CLERKS = 4
+_CLERKS = range(4, 17)
+_PER_CLERK = 50  # transactions a second, with ease
 _ROLLED_BACK = 0.05  # of the transactions
 _NEW = 0.4  # of the transactions open an order while others are under way
 _UNDER_WAY = 50  # orders per clerk, at most
@@ -55,7 +57,8 @@ class Shop:
     def __init__(self, dsn: str, ledger: Ledger, rate: float) -> None:
         self._dsn = dsn
         self._ledger = ledger
-        self._pause = _CLERKS / rate
+        self._clerks = min(_CLERKS[-1], max(_CLERKS[0], ceil(rate / _PER_CLERK)))
+        self._pause = self._clerks / rate
         self._random = random.Random()  # noqa: S311 - a shop, not a vault
 
     async def open(self) -> None:
@@ -66,7 +69,7 @@ class Shop:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until told to stop; no transaction is cut off."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(_CLERKS):
+            for _ in range(self._clerks):
                 group.create_task(self._clerk(stop))
 
     async def _clerk(self, stop: asyncio.Event) -> None:

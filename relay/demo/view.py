@@ -186,8 +186,10 @@ class View:
         return Panel(table, title="Relay", title_align="left", border_style="dim", box=box.ROUNDED)
 
     def _minute(self) -> Text:
-        bars = sparkline(self._history).rjust(_MINUTE)
-        return Text.assemble((" delivered/s, last minute  ", "dim"), (bars, "green"), no_wrap=True, overflow="crop")
+        label = " delivered/s, last minute  "
+        room = min(_MINUTE, self._console.width - len(label))
+        bars = sparkline(list(self._history)[-room:]).rjust(room)
+        return Text.assemble((label, "dim"), (bars, "green"), no_wrap=True, overflow="crop")
 
     def _events(self, count: int) -> Panel:
         table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
@@ -224,7 +226,7 @@ def sparkline(values: Collection[float]) -> str:
 
 def _numbers() -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, min_width=12)
     table.add_column(justify="right", no_wrap=True, min_width=11)
     table.add_column(style="dim", no_wrap=True)
     return table

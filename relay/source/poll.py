@@ -18,7 +18,7 @@ from typing import Any, LiteralString, Protocol, cast
 
 from psycopg import pq, sql
 
-from relay.checkpoint import Sample, Snapshot
+from relay.checkpoint import EMPTY, Sample, Snapshot
 from relay.event import Batch, Event, Rejected, Transaction
 from relay.lsn import LSN
 from relay.outbox import SEQ, Binding, Mapping
@@ -95,11 +95,15 @@ class PollSource:
         stamp: Callable[[str], bytes],
         interval: float,
         single: bool = False,
+        only: dict[str, sql.Composable] | None = None,
     ) -> None:
-        """`resumed`: a round that was begun before; with `single` it is the only one."""
+        """`resumed`: a round that was begun before; with `single` it is the only one.
+
+        `only`: a further condition on a table's rows, by its name: what nobody has published before the first start.
+        """
         self._single = single
         self._session = session
-        self._tables = [_Table(mapping, route) for mapping in mappings]
+        self._tables = [_Table(mapping, route, (only or {}).get(mapping.table)) for mapping in mappings]
         self._rounds = rounds
         self._progress = progress
         self._stamp = stamp
@@ -194,8 +198,9 @@ class PollSource:
 class _Table:
     """The queries and the rows of one table."""
 
-    def __init__(self, mapping: Mapping, route: Callable[[Binding], Router]) -> None:
+    def __init__(self, mapping: Mapping, route: Callable[[Binding], Router], only: sql.Composable | None) -> None:
         self.mapping = mapping
+        self._only = only
         self._route = route
         self._binding: Binding | None = None
         self._router: Router | None = None
@@ -206,15 +211,19 @@ class _Table:
             "table": sql.Identifier(schema, name),
             "xid": sql.Identifier(mapping.xid_column),
             "seq": sql.Identifier(mapping.columns[SEQ]),
+            "only": sql.SQL("true") if only is None else only,
         }
 
     async def results(self, session: Session, gap: Gap, after: int | None) -> AsyncIterator[pq.abc.PGresult]:
         """The gap's rows by `seq`: in one query if they are few, page by page if they are many."""
         values: dict[str, Any] = {"since": gap.since, "until": gap.until, "after": after}
-        where: LiteralString = GAP if after is None else GAP + _AFTER
+        further: LiteralString = ""
         if gap.xids is not None:
-            where += " AND {xid} = ANY(%(xids)s::text[]::xid8[])"
+            further += " AND {xid} = ANY(%(xids)s::text[]::xid8[])"
             values["xids"] = [str(xid) for xid in gap.xids]
+        if self._only is not None and gap.since == str(EMPTY):
+            further += " AND {only}"
+        where: LiteralString = GAP + further if after is None else GAP + _AFTER + further
         # The inner query finds them by their transactions, whatever the planner thinks of ORDER BY … LIMIT.
         few = await self._query(
             session,
@@ -226,9 +235,9 @@ class _Table:
             if few.ntuples:
                 yield few
             return
-        query: LiteralString = "SELECT {columns} FROM {table} WHERE " + GAP + _AFTER + " ORDER BY {seq} LIMIT %(limit)s"
-        if gap.xids is not None:
-            query = query.replace(" ORDER BY", " AND {xid} = ANY(%(xids)s::text[]::xid8[]) ORDER BY")
+        query: LiteralString = (
+            "SELECT {columns} FROM {table} WHERE " + GAP + _AFTER + further + " ORDER BY {seq} LIMIT %(limit)s"
+        )
         lowest = await self._query(session, "SELECT min({seq}) - 1 FROM {table} WHERE " + where, values)
         first = lowest.get_value(0, 0)
         after = int(first) if first is not None else 0

@@ -65,6 +65,12 @@ def translate(exc: psycopg.Error) -> RelayError:
             hint="ALTER SYSTEM SET output_plugin_libraries = 'pgoutput','test_decoding','wal2json'; "
             "SELECT pg_reload_conf();  (separate quotes: one quoted list is taken as a single name)",
         )
+    if state == "58P01" and "could not access file" in text:
+        return SetupError(
+            f"the output plugin is not installed on the server: {text}",
+            hint="install it on the server of Postgres (Debian: apt-get install postgresql-<major>-wal2json; Red Hat: "
+            'dnf install wal2json_<major>), or use the built-in one: source.plugin = "pgoutput"',
+        )
     if state in _AUTH:
         return AuthError(
             text, hint="check user, password and pg_hba.conf; sql/roles.sql has the grants the relay needs"

@@ -2,7 +2,8 @@
 
 The differences that matter: values come as JSON (so they are brought into Postgres' text form here, byte for byte what
 pgoutput sends), every foreign transaction sends an empty B/C pair (skipped unread), and partitions appear under their
-own names (`leaves` leads them back to their table). Numbers are never read as floats: exact or not at all.
+own names (the `Catalogue` leads them back to their table). Numbers are never read as floats: exact or not at all.
+What wal2json itself does not say cannot be published: it sends NaN and infinities as NULL.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import orjson
 
-from relay.errors import ProtocolError, SourceUnavailable
+from relay.errors import ContractError, ProtocolError, SourceUnavailable
 from relay.event import Event, Rejected, Transaction
 from relay.lsn import LSN
 from relay.outbox import Binding
@@ -26,7 +28,16 @@ _ACTION = HEADER + len('{"action":"')
 _BEGIN, _COMMIT, _INSERT = b"BCI"
 _BYTEA = 17
 _INEXACT = frozenset({700, 701, 1700})  # real, double precision, numeric: JSON numbers that a float would round
-_SPECIAL = re.compile(r"([\\,.*\s])")
+_SPECIAL = re.compile(r"([\\',.*\s])")
+
+
+class Catalogue(NamedTuple):
+    """What was known of partitioned outbox tables, and of the schemas that are read whole for them, at `lsn`."""
+
+    lsn: LSN
+    leaves: Mapping[str, str]  # partition → its table
+    others: frozenset[str]  # all other tables of these schemas
+    partitioned: tuple[str, ...]  # the outbox tables that have, or will have, partitions
 
 
 class _Reading(NamedTuple):
@@ -42,17 +53,15 @@ class _Reading(NamedTuple):
 class Wal2jsonDecoder(Decoder):
     """Decodes a session that was started with `options`."""
 
-    def __init__(self, *, leaves: Mapping[str, str], strangers: frozenset[str], **shared: Any) -> None:
-        """`leaves`: partition → its table, for wildcards; `strangers`: other tables that a wildcard matches."""
+    def __init__(self, *, catalogue: Catalogue, **shared: Any) -> None:
         super().__init__(**shared)
-        self._leaves = leaves
-        self._strangers = strangers
+        self._catalogue = catalogue
         self._tables: dict[tuple[str, str], _Reading | None] = {}
         self._begin_message = b""
 
     @staticmethod
     def options(tables: Iterable[str], schemas: Iterable[str] = ()) -> dict[str, str]:
-        """Of START_REPLICATION. `schemas` are taken whole: wal2json cannot name a partitioned table."""
+        """Of START_REPLICATION. `schemas` are taken whole: wal2json knows partitions, not their table."""
         names = [".".join(_escaped(part) for part in table.split(".", 1)) for table in tables]
         names += [f"{_escaped(schema)}.*" for schema in schemas]
         return {
@@ -126,15 +135,21 @@ class Wal2jsonDecoder(Decoder):
         return self._begin(LSN.parse(begin["lsn"]), begin["xid"], committed_at)
 
     def _announce(self, name: tuple[str, str], columns: list[dict[str, Any]]) -> _Reading | None:
-        table = ".".join(name)
         described = [(column["name"], column["typeoid"]) for column in columns]
-        bound = self._bind(self._leaves.get(table, table), described)
+        table = ".".join(name)
+        bound = self._bind(self._catalogue.leaves.get(table, table), described)
         if bound is None:
-            if table not in self._strangers:
-                # Made while we streamed. Is it a partition of ours? Only the catalogue knows; a new session reads it.
-                raise SourceUnavailable(f"{table} is new: reading the catalogue again")
-            self._tables[name] = None
-            return None
+            bound = self._partition(described)
+            if bound is None:
+                self._tables[name] = None
+                return None
+            # It could be a partition. The catalogue knows, if it was read after this transaction.
+            self._transaction = self._transaction or self._opened()
+            if self._transaction.commit_lsn >= self._catalogue.lsn:
+                raise SourceUnavailable(f"is {table} a new partition? Reading the catalogue again")
+            if table in self._catalogue.others:
+                return None  # not kept in _tables: it may be attached at any time
+            # Dropped or renamed since. Better once too often than lost.
         router, binding = bound
         wanted = tuple(
             (index, column, oid, place)
@@ -144,6 +159,13 @@ class Wal2jsonDecoder(Decoder):
         exact = any(oid in _INEXACT for _, _, oid, _ in wanted)
         reading = self._tables[name] = _Reading(router, binding, len(columns), wanted, exact)
         return reading
+
+    def _partition(self, columns: list[tuple[str, int]]) -> tuple[Router, Binding] | None:
+        """How to read a table with these columns if it is a partition of ours; None when it cannot be one."""
+        for table in self._catalogue.partitioned:
+            with suppress(ContractError):
+                return self._bind(table, columns)
+        return None
 
     @staticmethod
     def _row(reading: _Reading, columns: list[dict[str, Any]]) -> list[bytes | None] | None:
