@@ -147,10 +147,10 @@ class SourceSection(Section):
         "outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`."
     )
     failover: bool = Field(False, description="Make the slot a failover slot, synchronised to standbys (17 and later).")
-    max_retained_wal: Size | None = Field(
-        None,
+    max_retained_wal: Annotated[int, BeforeValidator(_size), Field(ge=0)] = Field(
+        0,
         description="When the slot holds more WAL than this, give it up, catch up from the table, and make a new one: "
-        "saves the primary's disk. Without it the slot is kept until Postgres ends it.",
+        "saves the primary's disk. 0: the slot is kept until Postgres ends it.",
     )
     wal_sender_timeout: Positive = Field(
         15.0,
