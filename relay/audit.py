@@ -6,7 +6,8 @@ partition. More rows in the table than in the stream is a loss, and is healed fr
 may delete their rows).
 
 Counts are kept per transaction as long as they are few, so that only what is missing is published again; in a long
-catch-up only the total is kept.
+catch-up only the total is kept. A transaction can be acknowledged before any snapshot sees it (it waits for a
+synchronous standby): it is carried, by its id, from window to window and through restarts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from relay.checkpoint import Sample, Snapshot
+from relay.checkpoint import Sample, Snapshot, Unseen
 from relay.lsn import LSN
 
 _FEW = 50_000  # transactions that are remembered one by one
@@ -28,6 +29,7 @@ class Window:
     until: Sample
     total: int = 0
     counts: dict[int, int] | None = field(default_factory=dict)  # per xid; None: too many to remember
+    blind: bool = False  # too much came between two samples to be counted: it cannot be judged
 
     def add(self, xid: int, events: int) -> None:
         self.total += events
@@ -46,14 +48,16 @@ class Window:
 class Audit:
     """Counts transactions as they are acknowledged, window after window."""
 
-    def __init__(self, since: Sample, unseen: int) -> None:
-        """`unseen`: events that were saved as done before a restart, of transactions that `since` does not see."""
+    def __init__(self, since: Sample, unseen: Unseen) -> None:
+        """`unseen`: as it was saved with the checkpoint."""
         self._since = since.snapshot
-        self._unseen = unseen
+        self._newest = since.snapshot
+        self._surely = unseen.get(0, 0)  # events of before a restart that every sample from now on sees
         self._window: Window | None = None
         self._later: list[tuple[int, int, int]] = []  # (commit LSN, xid, events) behind the window's end
-        self._carried: dict[int, int] = {}  # acknowledged before the last window's end, but not visible in its snapshot
-        self._blind = False  # too much came between two samples: the next window cannot be judged
+        self._carried = {xid: events for xid, events in unseen.items() if xid}
+        """Acknowledged before the last window's end, but not visible in its snapshot."""
+        self._uncounted = 0  # events behind the window's end that came when `_later` was full
 
     def acknowledged(self, transactions: Iterable[tuple[int, int, int]]) -> None:
         """(commit LSN, 32-bit xid, events) of transactions, in commit order."""
@@ -64,17 +68,18 @@ class Audit:
             elif len(self._later) < 4 * _FEW:
                 self._later.append((commit_lsn, xid, events))
             else:
-                self._blind = True
+                self._uncounted += events
 
     def sampled(self, sample: Sample) -> None:
         """A sample was taken; it ends the window if none is open."""
+        self._newest = sample.snapshot
         if self._window is not None:
             return
-        window = self._window = Window(self._since, sample)
-        window.total += self._unseen
-        if self._unseen:
+        window = self._window = Window(self._since, sample, blind=self._uncounted > 0)
+        window.total += self._surely + self._uncounted
+        if window.total:
             window.counts = None
-        self._unseen = 0
+        self._surely = self._uncounted = 0
         carried, self._carried = self._carried, {}
         for xid, events in carried.items():
             self._place(window, xid, events)
@@ -94,17 +99,17 @@ class Audit:
         return window.until
 
     @property
-    def blind(self) -> bool:
-        """Whether the window that is due cannot be judged; asking forgets it."""
-        blind, self._blind = self._blind, False
-        return blind
-
-    @property
-    def unseen(self) -> int:
+    def unseen(self) -> Unseen:
         """Events of acknowledged transactions that the last passed snapshot does not see: saved with the checkpoint."""
-        window = self._window
-        total = sum(self._carried.values()) + (window.total if window is not None else self._unseen)
-        return total + sum(events for _, _, events in self._later)
+        newest = self._newest
+        surely = self._surely + self._uncounted + (self._window.total if self._window is not None else 0)
+        unseen: Unseen = {}
+        for xid, events in [*self._carried.items(), *((newest.widen(xid), events) for _, xid, events in self._later)]:
+            if newest.sees(xid):
+                surely += events
+            else:
+                unseen[xid] = unseen.get(xid, 0) + events
+        return {0: surely, **unseen} if surely else unseen
 
     def _place(self, window: Window, xid: int, events: int) -> None:
         if window.until.snapshot.sees(xid):

@@ -11,7 +11,8 @@ Nothing here may run on a standby: snapshots taken there do not list running tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -60,6 +61,13 @@ class Sample(NamedTuple):
     lsn: LSN
 
 
+Unseen = dict[int, int]
+"""xid → events published before the checkpoint's LSN, of transactions that its snapshot does not see: for the audit.
+
+Under 0 stand together those that a newer sample saw when it was saved: every snapshot from then on sees them.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The saved row."""
@@ -73,11 +81,12 @@ class Checkpoint:
     snap_lsn: LSN  # end of WAL when snap was taken: behind it no transaction can be visible in snap
     phase: str  # new | recover | poll | stream
     recovery: dict[str, Any] | None  # the round of polling that is under way
-    unseen: int = 0  # events published before lsn, of transactions that snap does not see: for the audit
+    unseen: Unseen = field(default_factory=dict)
 
 
 _COLUMNS = (
-    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text, unseen"
+    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text,"
+    " unseen::text"
 )
 
 
@@ -115,21 +124,26 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
-    async def save(self, lsn: LSN, sample: Sample, unseen: int = 0) -> None:
+    async def save(self, lsn: LSN, sample: Sample, unseen: Mapping[int, int] | None = None) -> None:
         """While streaming: everything before `lsn` is published, and everything that the sample sees."""
         await self._update(
-            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s, phase = 'stream', recovery = NULL",
-            (str(lsn), str(sample.snapshot), str(sample.lsn), unseen),
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL",
+            (
+                str(lsn),
+                str(sample.snapshot),
+                str(sample.lsn),
+                _json({str(xid): n for xid, n in (unseen or {}).items()}),
+            ),
         )
 
     async def save_round(self, phase: str, recovery: dict[str, Any]) -> None:
         """While polling: a round is under way; what it publishes is not in `snap` yet."""
-        await self._update("phase = %s, recovery = %s::jsonb", (phase, orjson.dumps(recovery).decode()))
+        await self._update("phase = %s, recovery = %s::jsonb", (phase, _json(recovery)))
 
     async def save_polled(self, phase: str, sample: Sample) -> None:
         """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
         await self._update(
-            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = 0, phase = %s, recovery = NULL",
+            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL",
             (str(sample.snapshot), str(sample.lsn), phase),
         )
 
@@ -161,6 +175,10 @@ class CheckpointStore:
             raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
 
 
+def _json(value: dict[str, Any]) -> str:
+    return orjson.dumps(value).decode()
+
+
 def _read(row: tuple[Any, ...]) -> Checkpoint:
     epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen = row
     return Checkpoint(
@@ -173,7 +191,7 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         snap_lsn=LSN.parse(snap_lsn),
         phase=phase,
         recovery=orjson.loads(recovery) if recovery else None,
-        unseen=unseen,
+        unseen={int(xid): events for xid, events in orjson.loads(unseen).items()},
     )
 
 

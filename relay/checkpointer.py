@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import structlog
 
 from relay.audit import Audit, Window
-from relay.checkpoint import EMPTY, CheckpointStore, Sample
+from relay.checkpoint import EMPTY, CheckpointStore, Sample, Unseen
 from relay.config import Checkpoint as CheckpointSection
 from relay.errors import StreamIncomplete
 from relay.lsn import LSN
@@ -44,7 +44,7 @@ class Checkpointer:
         settings: CheckpointSection,
         *,
         audited: Sequence[Mapping],
-        saved: tuple[LSN, Sample, int],
+        saved: tuple[LSN, Sample, Unseen],
         write_back: WriteBack | None = None,
     ) -> None:
         """`audited`: the tables to compare with; none: their rows cannot be counted by transaction."""
@@ -60,6 +60,7 @@ class Checkpointer:
         self._saved_sample_lsn = self._promoted.lsn
         self._remembered_at = time.monotonic()
         self._remembered_events = progress.published_events
+        self.agreed = False  # a window with rows in it was found complete
         self.audit = Audit(self._promoted, unseen)
 
     async def tick(self) -> None:
@@ -75,40 +76,45 @@ class Checkpointer:
 
     async def _judge(self, window: Window) -> None:
         """Raise StreamIncomplete if the table holds rows that the stream did not bring."""
-        until, blind = window.until.snapshot, self.audit.blind
+        until = window.until.snapshot
         # EMPTY: somebody else's slot was taken over, and what was published before is not known. Equal: nobody wrote.
-        if not self._audited or blind or window.since in (EMPTY, until):
+        if not self._audited or window.blind or window.since in (EMPTY, until):
             return
         rows = await count_rows(self._session, self._audited, window.since, until)
         self._progress.audits += 1
         if rows <= window.total:
+            self.agreed |= rows > 0
             return
         missing = window.missing(await count_by_xid(self._session, self._audited, window.since, until))
         if missing == []:
             return  # counted a row twice, or it was deleted meanwhile
         self._progress.audit_failures += 1
-        await self.save()
+        await self._save()  # `since`, and what was counted, as the next life will read it
         raise StreamIncomplete(
             f"the table holds {rows} rows of transactions of which the stream brought {window.total}",
             since=str(window.since),
             until=str(until),
             until_lsn=str(window.until.lsn),
             xids=missing,
-            unseen=self.audit.unseen - window.total,
+            counted=window.total,
             hint="they are published from the table now; find out why the stream lacks them: `relay check` looks at "
             "the publication (dropped table, row filter, new partition)",
         )
 
     async def save(self) -> None:
-        acknowledged, promoted, unseen = self._pipeline.acknowledged, self._promoted, self.audit.unseen
+        acknowledged, promoted = self._pipeline.acknowledged, self._promoted
         events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
         if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
             return
         if acknowledged == self._saved_lsn and promoted.lsn == self._saved_sample_lsn:
             return
+        await self._save()
+
+    async def _save(self) -> None:
         if self._write_back is not None:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
-        await self._store.save(acknowledged, promoted, unseen)
+        acknowledged, promoted = self._pipeline.acknowledged, self._promoted
+        await self._store.save(acknowledged, promoted, self.audit.unseen)
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)

@@ -81,13 +81,13 @@ class StreamIncomplete(TransientError):
         until: str,
         until_lsn: str,
         xids: Sequence[int] | None,
-        unseen: int,
+        counted: int,
         hint: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
         self.since, self.until, self.until_lsn = since, until, until_lsn  # the window, by its snapshots
         self.xids = None if xids is None else tuple(xids)  # transactions that lack rows; None: cannot be told apart
-        self.unseen = unseen  # events of acknowledged transactions behind the window
+        self.counted = counted  # events that the stream brought of it
 
 
 class OperatorError(RelayError):

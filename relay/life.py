@@ -55,6 +55,7 @@ from relay.writeback import PATIENCE, WriteBack
 log = structlog.get_logger("relay.life")
 
 _RETRY = 10.0  # between two tries to get a stream, while the table is polled
+_DISTRUST = 60.0  # a stream that lacked rows twice in a row is not tried again for so long
 
 
 @dataclass(slots=True)
@@ -107,11 +108,19 @@ class Life:
         if config.source.mode == "poll":
             await self._poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
             return
-        if memory.incomplete is not None and memory.failed_audits < 2 and checkpoint.phase == "stream":
-            checkpoint = await self._heal(checkpoint, memory.incomplete)
-        elif (fault := await self._fault(checkpoint)) is not None:
-            checkpoint = await self._recover(checkpoint, fault, from_now=from_now and checkpoint.phase == "new")
-        memory.incomplete = None
+        if memory.incomplete is not None:
+            # Another relay may have been at work meanwhile, and have found the same.
+            if checkpoint.phase == "stream" and str(checkpoint.snap) == memory.incomplete.since:
+                checkpoint = await self._heal(checkpoint, memory.incomplete)
+            memory.incomplete = None
+        if self._stopping.is_set():
+            return
+        try:
+            if (fault := await self._fault(checkpoint)) is not None:
+                checkpoint = await self._recover(checkpoint, fault, from_now=from_now and checkpoint.phase == "new")
+        except (RelayError, BaseExceptionGroup) as exc:
+            self._learn(decisive(exc))
+            raise
         if not self._stopping.is_set():
             await store.adopt(identity.system_identifier, identity.timeline, config.source.slot)
             await self._stream(checkpoint)
@@ -198,18 +207,18 @@ class Life:
         )
         if self._stopping.is_set() or not started:
             return checkpoint
-        await self._store.save(started[0], source.since)
-        memory.gave_up, memory.failed_audits = False, 0
+        await self._store.save(started[-1], source.since)
+        memory.gave_up = False
         progress.last_error = progress.last_hint = ""
-        log.info("recovery.done", events=progress.recovered_events - before, lsn=started[0])
+        log.info("recovery.done", events=progress.recovered_events - before, lsn=started[-1])
         return replace(
             checkpoint,
-            lsn=started[0],
+            lsn=started[-1],
             snap=source.since.snapshot,
             snap_lsn=source.since.lsn,
             phase="stream",
             recovery=None,
-            unseen=0,
+            unseen={},
         )
 
     async def _get_ready(self, source: PollSource, started: list[LSN], *, first: bool) -> None:
@@ -217,6 +226,8 @@ class Life:
         config, progress = self._config, self._progress
         if self._memory.gave_up:
             await source.caught_up.wait()
+        if self._memory.failed_audits > 1 and config.source.mode == "auto":
+            await self._distrust(source)
         while True:
             try:
                 async with await making_session(config) as session:
@@ -241,6 +252,19 @@ class Life:
                 await asyncio.sleep(_RETRY)
             if source.caught_up.is_set():
                 progress.enter("polling")
+
+    async def _distrust(self, source: PollSource) -> None:
+        """The stream lacked rows again and again, and its publication may look right: poll for a while."""
+        error = SlotLost(
+            "the stream lacked rows of the table twice in a row: the table is polled",
+            hint="find out what hides rows from the stream: `relay check`; a trigger or a producer that sets the xid "
+            'column itself; until then source.mode = "poll" is quieter',
+        )
+        self._progress.last_error, self._progress.last_hint = str(error), error.hint
+        log.error("stream.distrusted", error=error, retry_seconds=_DISTRUST)
+        await source.caught_up.wait()
+        self._progress.enter("polling")
+        await asyncio.sleep(_DISTRUST)
 
     async def _poll(self, checkpoint: Checkpoint, *, from_now: bool) -> None:
         """source.mode = "poll": no slot, so none may hold WAL for us."""
@@ -268,11 +292,10 @@ class Life:
         )
         if self._stopping.is_set():
             return checkpoint
-        await self._store.save(checkpoint.lsn, gap.sample, found.unseen)
+        unseen = {**checkpoint.unseen, 0: checkpoint.unseen.get(0, 0) - found.counted}
+        await self._store.save(checkpoint.lsn, gap.sample, unseen)
         log.warning("audit.healed", events=self._progress.recovered_events - before)
-        return replace(
-            checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=found.unseen, recovery=None
-        )
+        return replace(checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=unseen, recovery=None)
 
     async def _rounds(
         self,
@@ -355,16 +378,20 @@ class Life:
                 wal.close()
         except (RelayError, BaseExceptionGroup) as exc:
             failure = decisive(exc)
-            if isinstance(failure, StreamIncomplete):
-                self._memory.incomplete = failure
-                self._memory.failed_audits += 1
-            elif isinstance(failure, SlotGivenUp):
-                self._memory.lost, self._memory.gave_up = failure, True
-            elif config.source.mode == "auto" and isinstance(failure, SlotLost | SetupError | AuthError):
+            self._learn(failure)
+            ours = isinstance(failure, SlotLost | SetupError | AuthError) and failure is not self._pipeline.sink_failure
+            if config.source.mode == "auto" and ours:
                 # It streamed before, or a recovery got it ready: the table is polled until it streams again.
                 self._memory.lost = failure if isinstance(failure, SlotLost) else None
                 raise SourceUnavailable(str(failure), hint=failure.hint) from exc
             raise
+
+    def _learn(self, failure: RelayError) -> None:
+        if isinstance(failure, StreamIncomplete):
+            self._memory.incomplete = failure
+            self._memory.failed_audits += 1
+        elif isinstance(failure, SlotGivenUp):
+            self._memory.lost, self._memory.gave_up = failure, True
 
     async def _stream_from(self, source: StreamSource, checkpoint: Checkpoint, sample: Sample) -> None:
         config, progress, pipeline = self._config, self._progress, self._pipeline
@@ -391,7 +418,8 @@ class Life:
 
         async def tick() -> None:
             await checkpointer.tick()
-            self._memory.failed_audits = 0 if progress.audits else self._memory.failed_audits
+            if checkpointer.agreed:
+                self._memory.failed_audits = 0
 
         try:
             await self._move(source, tick, source.attend(), observe(config, self._metrics))

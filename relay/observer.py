@@ -44,7 +44,7 @@ async def observe(config: Config, metrics: Metrics) -> None:
                 gauges.slot_retained_bytes = slot["retained_bytes"]
                 gauges.slot_safe_wal_bytes = slot["safe_wal_size"]
                 bound, retained = config.source.max_retained_wal, slot["retained_bytes"] or 0
-                if 0 < bound < retained:
+                if config.source.mode == "auto" and 0 < bound < retained:
                     raise SlotGivenUp(
                         f"the slot holds {retained:,} bytes of WAL, more than source.max_retained_wal ({bound:,})",
                         hint="the slot is dropped and the table polled until it is caught up; find out what is slow",

@@ -66,6 +66,7 @@ class Pipeline:
         self._room = asyncio.Event()  # the window is not full
         self._up = False  # the sink is open
         self._over = False  # nobody waits for the sink any more
+        self.sink_failure: RelayError | None = None  # what of the sink's only a person can cure
         self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
@@ -214,6 +215,9 @@ class Pipeline:
                     unfinished_events=self._progress.in_flight_events,
                 )
                 await asyncio.sleep(wait)
+            except RelayError as exc:
+                self.sink_failure = exc
+                raise
 
     async def _finish(self, backoff: Backoff) -> None:
         progress, metrics, window = self._progress, self._metrics, self._window

@@ -60,12 +60,15 @@ def _replaceable(slot: SlotInfo, database: str) -> bool:
 
 
 async def drop_slot(session: Session, name: str, *, reason: str) -> None:
+    """Drop it if it is a logical slot of this database that nobody uses; another one is not ours."""
     with translated():
-        await session.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s AND NOT active",
+        cursor = await session.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+            " WHERE slot_name = %s AND NOT active AND slot_type = 'logical' AND database = current_database()",
             (name,),
         )
-    log.warning("slot.dropped", slot=name, reason=reason)
+    if cursor.rowcount:
+        log.warning("slot.dropped", slot=name, reason=reason)
 
 
 async def check_publication(session: Session, config: Config) -> None:

@@ -16,7 +16,7 @@ CREATE TABLE IF NOT EXISTS public.outbox_relay_checkpoint (
     phase             text NOT NULL DEFAULT 'stream',
     recovery          jsonb,                    -- the round of polling that is under way
     sink              jsonb,                    -- positions in the broker
-    unseen            bigint NOT NULL DEFAULT 0, -- events published before lsn whose transactions snap does not see
+    unseen            jsonb NOT NULL DEFAULT '{}', -- events published before lsn, by transactions that snap does not see
     updated_at        timestamptz NOT NULL DEFAULT now()
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 

@@ -13,9 +13,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, LiteralString, Protocol, cast
 
+import psycopg
 from psycopg import pq, sql
 
 from relay.checkpoint import EMPTY, Sample, Snapshot
@@ -241,7 +243,8 @@ class _Table:
         lowest = await self._query(session, "SELECT min({seq}) - 1 FROM {table} WHERE " + where, values)
         first = lowest.get_value(0, 0)
         after = int(first) if first is not None else 0
-        await session.execute("SET enable_sort = off")  # many rows: along the index on seq, not all of them per page
+        with translated():  # many rows: along the index on seq, not all of them per page
+            await session.execute("SET enable_sort = off")
         try:
             page = await self._query(session, query, {**values, "after": after, "limit": _PAGE})
             while page.ntuples:
@@ -254,8 +257,10 @@ class _Table:
                     page = await following
                 finally:
                     following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
         finally:
-            await session.execute("RESET enable_sort")
+            with suppress(psycopg.Error):  # whatever ended the session is on its way up already
+                await session.execute("RESET enable_sort")
 
     async def _query(self, session: Session, query: LiteralString, values: dict[str, Any]) -> pq.abc.PGresult:
         with translated():
