@@ -156,7 +156,7 @@ class PollSource:
 
     def reached(self, acknowledged: LSN) -> Gap | None:
         """The round under way, with the place up to which everything is acknowledged; None between rounds."""
-        if self._gap is None:
+        if self._gap is None or not self._places:  # between rounds, or a resumed one that was not begun again yet
             return None
         while len(self._places) > 1 and self._places[1][0] <= acknowledged:
             self._places.popleft()
