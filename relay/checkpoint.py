@@ -11,8 +11,8 @@ Nothing here may run on a standby: snapshots taken there do not list running tra
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -61,25 +61,11 @@ class Sample(NamedTuple):
     lsn: LSN
 
 
-class Samples:
-    """Samples that wait until everything before their LSN is acknowledged. Bounded: old ones are thinned out."""
+Unseen = dict[int, int]
+"""xid → events published before the checkpoint's LSN, of transactions that its snapshot does not see: for the audit.
 
-    def __init__(self, limit: int = 128) -> None:
-        self._waiting: deque[Sample] = deque()
-        self._limit = limit
-
-    def add(self, sample: Sample) -> None:
-        self._waiting.append(sample)
-        if len(self._waiting) > self._limit:
-            # Keep the ends: the oldest is the next to be promoted, the newest is where we want to get.
-            self._waiting = deque([*list(self._waiting)[:-1:2], self._waiting[-1]])
-
-    def promote(self, acknowledged: LSN) -> Sample | None:
-        """The newest sample that is covered now; it and all older ones are forgotten."""
-        promoted = None
-        while self._waiting and self._waiting[0].lsn <= acknowledged:
-            promoted = self._waiting.popleft()
-        return promoted
+Under 0 stand together those that a newer sample saw when it was saved: every snapshot from then on sees them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +79,15 @@ class Checkpoint:
     lsn: LSN  # everything committed before this is published
     snap: Snapshot  # every transaction visible here is published
     snap_lsn: LSN  # end of WAL when snap was taken: behind it no transaction can be visible in snap
-    phase: str  # new | recover | stream
-    recovery: dict[str, Any] | None
+    phase: str  # new | recover | poll | stream
+    recovery: dict[str, Any] | None  # the round of polling that is under way
+    unseen: Unseen = field(default_factory=dict)
 
 
-_COLUMNS = "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text"
+_COLUMNS = (
+    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text,"
+    " unseen::text"
+)
 
 
 class CheckpointStore:
@@ -134,14 +124,28 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
-    async def save(self, lsn: LSN, sample: Sample) -> None:
+    async def save(self, lsn: LSN, sample: Sample, unseen: Mapping[int, int] | None = None) -> None:
+        """While streaming: everything before `lsn` is published, and everything that the sample sees."""
         await self._update(
-            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, phase = 'stream', recovery = NULL",
-            (str(lsn), str(sample.snapshot), str(sample.lsn)),
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL",
+            (
+                str(lsn),
+                str(sample.snapshot),
+                str(sample.lsn),
+                _json({str(xid): n for xid, n in (unseen or {}).items()}),
+            ),
         )
 
-    async def save_recovery(self, recovery: dict[str, Any]) -> None:
-        await self._update("phase = 'recover', recovery = %s::jsonb", (orjson.dumps(recovery).decode(),))
+    async def save_round(self, phase: str, recovery: dict[str, Any]) -> None:
+        """While polling: a round is under way; what it publishes is not in `snap` yet."""
+        await self._update("phase = %s, recovery = %s::jsonb", (phase, _json(recovery)))
+
+    async def save_polled(self, phase: str, sample: Sample) -> None:
+        """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
+        await self._update(
+            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL",
+            (str(sample.snapshot), str(sample.lsn), phase),
+        )
 
     async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
         """Note where we run now: a new timeline after a promotion, a slot of another name."""
@@ -171,8 +175,12 @@ class CheckpointStore:
             raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
 
 
+def _json(value: dict[str, Any]) -> str:
+    return orjson.dumps(value).decode()
+
+
 def _read(row: tuple[Any, ...]) -> Checkpoint:
-    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery = row
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen = row
     return Checkpoint(
         epoch=epoch,
         system_identifier=system_identifier,
@@ -183,6 +191,7 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         snap_lsn=LSN.parse(snap_lsn),
         phase=phase,
         recovery=orjson.loads(recovery) if recovery else None,
+        unseen={int(xid): events for xid, events in orjson.loads(unseen).items()},
     )
 
 

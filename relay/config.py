@@ -136,9 +136,10 @@ class Database(Section):
 
 
 class SourceSection(Section):
-    mode: Literal["auto", "stream"] = Field(
+    mode: Literal["auto", "stream", "poll"] = Field(
         "auto",
-        description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost.",
+        description="`auto` streams the WAL, and polls the table while that is not possible; `stream` stops when the "
+        "slot is lost; `poll` never streams.",
     )
     plugin: Literal["pgoutput", "wal2json"] = Field(
         "pgoutput", description="Output plugin of the slot. wal2json must be installed and allowed on the server."
@@ -146,6 +147,12 @@ class SourceSection(Section):
     slot: str = Field("outbox_relay", description="Replication slot; created by the first `relay run`.")
     publication: str = Field(
         "outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`."
+    )
+    failover: bool = Field(False, description="Make the slot a failover slot, synchronised to standbys (17 and later).")
+    max_retained_wal: Annotated[int, BeforeValidator(_size), Field(ge=0)] = Field(
+        0,
+        description="When the slot holds more WAL than this, give it up, catch up from the table, and make a new one: "
+        "saves the primary's disk. 0: the slot is kept until Postgres ends it.",
     )
     wal_sender_timeout: Positive = Field(
         15.0,
@@ -445,10 +452,17 @@ class Delivery(Section):
 
 class Checkpoint(Section):
     interval: Positive = Field(1.0, description="How often progress is saved, then confirmed to Postgres.")
+    audit: bool = Field(
+        True, description="Compare what the stream brought with what the table holds, and publish what is missing."
+    )
     history_interval: Positive = Field(
         60.0, description="How often (LSN, snapshot) is kept for replays, while events move."
     )
     history_retention: Positive = Field(7 * 86400.0, description="How long the history is kept.")
+
+
+class Poll(Section):
+    interval: Positive = Field(1.0, description="Time between two looks at the table.")
 
 
 class Admin(Section):
@@ -480,6 +494,7 @@ class Config(Section):
     outbox: Annotated[tuple[Outbox, ...], BeforeValidator(_json)] = Field(
         default_factory=lambda: (Outbox(),), description="The outbox tables, a block each."
     )
+    poll: Poll = Field(default_factory=Poll, description='Polling: `source.mode = "poll"`, and while recovering.')
     routing: Routing = Field(default_factory=Routing, description="Where events go, and in which form.")
     sink: SinkSection = Field(default_factory=SinkSection, description="The broker.")
     delivery: Delivery = Field(default_factory=Delivery, description="Windows, retries, draining.")

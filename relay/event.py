@@ -75,6 +75,8 @@ class Batch:
     size_bytes: int = 0
     received_at: float = 0.0  # monotonic
     rejected: list[Rejected] = field(default_factory=list)  # rows that could not be routed
+    transactions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(commit LSN, xid, events) of the transactions that end with this batch: the audit counts them."""
     count: int = field(init=False)  # events received, also when `events` shrinks through a retry
 
     def __post_init__(self) -> None:

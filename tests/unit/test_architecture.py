@@ -56,14 +56,14 @@ def test_the_package_was_found() -> None:
 
 
 @pytest.mark.guarantee("G1")
-def test_only_the_pipeline_confirms() -> None:
+def test_only_the_checkpointer_confirms() -> None:
     callers = {
         module
         for module, tree in MODULES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "confirm"
     }
-    assert callers == {"pipeline.py"}
+    assert callers == {"checkpointer.py"}
 
 
 @pytest.mark.guarantee("G1")
