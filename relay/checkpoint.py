@@ -11,7 +11,8 @@ Nothing here may run on a standby: snapshots taken there do not list running tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -74,10 +75,12 @@ class Checkpoint:
     phase: str  # new | recover | poll | stream
     recovery: dict[str, Any] | None  # the round of polling that is under way
     unseen: int = 0  # events published before lsn, of transactions that snap does not see: for the audit
+    marks: dict[str, int] = field(default_factory=dict)  # how far the broker's destinations are covered by all that
 
 
 _COLUMNS = (
-    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text, unseen"
+    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text, unseen,"
+    " sink::text"
 )
 
 
@@ -115,22 +118,32 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
-    async def save(self, lsn: LSN, sample: Sample, unseen: int = 0) -> None:
+    async def save(self, lsn: LSN, sample: Sample, unseen: int = 0, *, marks: Mapping[str, int] | None = None) -> None:
         """While streaming: everything before `lsn` is published, and everything that the sample sees."""
         await self._update(
-            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s, phase = 'stream', recovery = NULL",
-            (str(lsn), str(sample.snapshot), str(sample.lsn), unseen),
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s, phase = 'stream', recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink)",
+            (str(lsn), str(sample.snapshot), str(sample.lsn), unseen, _marks(marks)),
         )
+
+    async def save_marks(self, marks: Mapping[str, int]) -> None:
+        """Where destinations begin that nothing went to yet. A mark is never saved before what it covers."""
+        await self._update("sink = %s::jsonb", (_marks(marks),))
+
+    async def prove(self) -> None:
+        """Raise Superseded if somebody took over: before anything more is published."""
+        await self._update("epoch = epoch", ())
 
     async def save_round(self, phase: str, recovery: dict[str, Any]) -> None:
         """While polling: a round is under way; what it publishes is not in `snap` yet."""
         await self._update("phase = %s, recovery = %s::jsonb", (phase, orjson.dumps(recovery).decode()))
 
-    async def save_polled(self, phase: str, sample: Sample) -> None:
+    async def save_polled(self, phase: str, sample: Sample, *, marks: Mapping[str, int] | None = None) -> None:
         """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
         await self._update(
-            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = 0, phase = %s, recovery = NULL",
-            (str(sample.snapshot), str(sample.lsn), phase),
+            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = 0, phase = %s, recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink)",
+            (str(sample.snapshot), str(sample.lsn), phase, _marks(marks)),
         )
 
     async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
@@ -161,8 +174,12 @@ class CheckpointStore:
             raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
 
 
+def _marks(marks: Mapping[str, int] | None) -> str | None:
+    return orjson.dumps(dict(marks)).decode() if marks else None
+
+
 def _read(row: tuple[Any, ...]) -> Checkpoint:
-    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen = row
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen, marks = row
     return Checkpoint(
         epoch=epoch,
         system_identifier=system_identifier,
@@ -174,6 +191,7 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         phase=phase,
         recovery=orjson.loads(recovery) if recovery else None,
         unseen=unseen,
+        marks=orjson.loads(marks) if marks else {},
     )
 
 

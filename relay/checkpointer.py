@@ -101,6 +101,7 @@ class Checkpointer:
 
     async def save(self) -> None:
         acknowledged, promoted, unseen = self._pipeline.acknowledged, self._promoted, self.audit.unseen
+        marks = dict(self._pipeline.marks)  # together: a mark must not be newer than the LSN that it is saved with
         events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
         if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
             return
@@ -108,7 +109,7 @@ class Checkpointer:
             return
         if self._write_back is not None:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
-        await self._store.save(acknowledged, promoted, unseen)
+        await self._store.save(acknowledged, promoted, unseen, marks=marks)
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)

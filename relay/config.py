@@ -323,7 +323,12 @@ class Tls(Section):
 
 class JetStream(Section):
     servers: Words = Field(("nats://127.0.0.1:4222",), repr=False, description="URLs of the servers.")
-    mode: Literal["auto", "shared"] = Field("auto", description="How duplicates are prevented: see docs/guarantees.md.")
+    mode: Literal["auto", "shared", "fenced"] = Field(
+        "auto",
+        description="How duplicates are prevented (docs/guarantees.md). `fenced`: the streams are this relay's alone; "
+        "exactly once. `shared`: other writers may use them; dedupe by message id. `auto`: fenced where the relay "
+        "created all of its streams.",
+    )
     ordering: Literal["strict", "relaxed"] = Field(
         "strict",
         description="`strict`: never two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",

@@ -89,7 +89,9 @@ class Life:
         self._memory = memory
         self._write_back = write_back
         self._store = CheckpointStore(session, config.relay.name)
-        self._pipeline = Pipeline(sink, config.delivery, progress, metrics, NOWHERE, write_back)
+        self._pipeline = Pipeline(sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened)
+        self._begun: dict[str, int] = {}  # destinations whose beginning is saved
+        self._opened_before = False
         self._mappings: Sequence[Mapping] = ()
         self._identity = Identity("", 0, NOWHERE, "")
 
@@ -103,6 +105,9 @@ class Life:
         identity = self._identity = await identity_of(self._session)
         checkpoint = await store.claim(identity.system_identifier, identity.timeline, config.source.slot)
         progress.epoch = checkpoint.epoch
+        self._begun = dict(checkpoint.marks)
+        self._pipeline.marks = dict(checkpoint.marks)
+        self._pipeline.origin = f"{config.relay.name}:{identity.system_identifier}"
         guard(checkpoint, identity.system_identifier, await store.sample())
         if config.source.mode == "poll":
             await self._poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
@@ -115,6 +120,16 @@ class Life:
         if not self._stopping.is_set():
             await store.adopt(identity.system_identifier, identity.timeline, config.source.slot)
             await self._stream(checkpoint)
+
+    async def _sink_opened(self) -> None:
+        """Before anything is published: see that nobody took over meanwhile, and note where new destinations begin."""
+        new = {name: mark for name, mark in self._pipeline.marks.items() if name not in self._begun}
+        if new:
+            self._begun |= new
+            await self._store.save_marks(self._begun)
+        elif self._opened_before:  # the first time we have just claimed it
+            await self._store.prove()
+        self._opened_before = True
 
     async def _look_at_tables(self) -> Sequence[Mapping]:
         """The mappings as the tables are now: one may have been adopted while we were away."""
@@ -198,7 +213,7 @@ class Life:
         )
         if self._stopping.is_set() or not started:
             return checkpoint
-        await self._store.save(started[0], source.since)
+        await self._store.save(started[0], source.since, marks=self._pipeline.marks)
         memory.gave_up, memory.failed_audits = False, 0
         progress.last_error = progress.last_hint = ""
         log.info("recovery.done", events=progress.recovered_events - before, lsn=started[0])
@@ -268,7 +283,7 @@ class Life:
         )
         if self._stopping.is_set():
             return checkpoint
-        await self._store.save(checkpoint.lsn, gap.sample, found.unseen)
+        await self._store.save(checkpoint.lsn, gap.sample, found.unseen, marks=self._pipeline.marks)
         log.warning("audit.healed", events=self._progress.recovered_events - before)
         return replace(
             checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=found.unseen, recovery=None
@@ -487,4 +502,4 @@ class _Rounds:
     async def done(self, gap: Gap) -> None:
         if self._write_back is not None:
             await self._write_back.caught_up()
-        await self._store.save_polled(self._phase, gap.sample)
+        await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)

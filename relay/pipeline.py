@@ -12,7 +12,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
 
@@ -54,12 +54,15 @@ class Pipeline:
         metrics: Metrics,
         start: LSN,
         write_back: WriteBack | None = None,
+        opened: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`opened` is awaited after the sink was opened and before anything is published: a last look at the fence."""
         self._sink = sink
         self._delivery = delivery
         self._progress = progress
         self._metrics = metrics
         self._write_back = write_back
+        self._opened = opened
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
@@ -69,6 +72,8 @@ class Pipeline:
         self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
+        self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self.origin = ""
         self.begin(start)
 
     def begin(self, start: LSN, audit: Audit | None = None) -> None:
@@ -185,7 +190,11 @@ class Pipeline:
         while True:
             try:
                 if not self._up:
+                    self._sink.resume(self.marks, self.origin)
                     await self._sink.open()
+                    self.marks = {**self._sink.marks, **self.marks}
+                    if self._opened is not None:
+                        await self._opened()
                     if self._over:
                         return
                     self._up = True
@@ -246,6 +255,8 @@ class Pipeline:
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
             self.last_event_lsn = batch.end_lsn
             self.published += batch.count
+            if batch.marks:
+                self.marks |= batch.marks
             self._advance(batch)
             if window:
                 head = window[0].batch

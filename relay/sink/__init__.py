@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from relay.event import Batch, Rejected
@@ -20,6 +20,18 @@ class Sink(Protocol):
     @property
     def duplicates(self) -> int:
         """Events of which the broker said that it has them already. They are durable all the same."""
+        ...
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """What the checkpoint says of the broker, before `open`; `origin` begins the `relay-position` of our events.
+
+        Marks are for sinks with a fence: how far each destination is covered by the checkpoint. What it holds beyond is
+        read back by `open`, and events that are found there are not published again.
+        """
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """After `open`: the marks, with the beginning of destinations that are seen for the first time."""
         ...
 
     async def open(self) -> None:

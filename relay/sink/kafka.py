@@ -20,7 +20,7 @@ and have no order among themselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -44,6 +44,10 @@ class KafkaSink:
     """See the seam (`relay.sink.Sink`). `publish` hands over synchronously while nothing is in the way."""
 
     duplicates = 0  # Kafka has no dedupe by id: it never says so
+    marks: Mapping[str, int] = {}  # no fence
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """Without a fence there is nothing to resume."""
 
     def __init__(self, section: config.Kafka) -> None:
         self._section = section

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -128,7 +129,7 @@ class NatsConnection:
                 hint="enable TLS in the server, or use a nats:// URL without [sink.jetstream.tls]",
             )
         if self._direct and wire.usable():
-            wire.intercept(AckParser(wire.parser(), self.inbox, self._listener.on_acks, self._listener.on_reply))
+            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply))
             self._wire = wire
         else:
             log.info("publishing through nats-py's public API: slower than on its TCP transport")
@@ -141,6 +142,17 @@ class NatsConnection:
         """False only where the server itself says that it is alone and has no JetStream."""
         info = getattr(self._client, "_server_info", {})
         return bool(info.get("jetstream") or info.get("cluster") or self._config.domain)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of the server, as (major, minor, patch)."""
+        return tuple(
+            int(part) for part in re.findall(r"\d+", getattr(self._client, "_server_info", {}).get("version", ""))[:3]
+        )
+
+    def listen(self, listener: Listener) -> None:
+        """From now on somebody else is told what arrives."""
+        self._listener = listener
 
     def send(self, frames: list[Frame]) -> None:
         """Write whole frames, in order. Never waits: what the socket does not take yet is bounded by the window."""
@@ -156,10 +168,10 @@ class NatsConnection:
         try:
             while self._outbox:
                 line, rest = b"".join(self._outbox.popleft()).split(b"\r\n", 1)
-                _, subject, reply, size, _ = line.decode().split(" ")
+                _, subject, *reply, size, _ = line.decode().split(" ")
                 names = [header.split(": ", 1) for header in rest[: int(size)].decode().split("\r\n")[1:-2]]
                 headers = dict(names)
-                await self._client.publish(subject, rest[int(size) : -2], reply, headers)
+                await self._client.publish(subject, rest[int(size) : -2], reply[0] if reply else "", headers)
         except (nats.errors.Error, OSError, ValueError) as exc:
             self._lost(f"cannot publish: {exc}")
         finally:
@@ -206,6 +218,12 @@ class NatsConnection:
         with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
             async with asyncio.timeout(1):  # nothing to wait for: the socket is gone already
                 await self._client.close()
+
+    def _on_acks(self, tokens: list[bytes]) -> None:
+        self._listener.on_acks(tokens)
+
+    def _on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
+        self._listener.on_reply(token, status, payload)
 
     async def _on_message(self, message: Msg) -> None:
         """Acks that came through nats-py's parser."""

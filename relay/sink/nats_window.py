@@ -37,7 +37,7 @@ _TICKS = 4  # an ack timeout is noticed after one to one and a quarter of it
 class Flight:
     """One batch under way."""
 
-    __slots__ = ("batch", "first", "future", "lookup", "rejected", "remaining")
+    __slots__ = ("batch", "first", "future", "lookup", "marks", "rejected", "remaining", "single")
 
     def __init__(self, batch: Batch, future: asyncio.Future[Sequence[Rejected]]) -> None:
         self.batch = batch
@@ -46,6 +46,8 @@ class Flight:
         self.remaining = len(batch.events)
         self.rejected: dict[int, Rejected] = {}  # by index in the batch
         self.lookup = False  # its publish call has to look for streams before anything more is sent
+        self.marks: dict[str, int] = {}  # fenced: sequence of its last event in each stream
+        self.single = 0  # fenced: place of the event that is on the wire alone
 
 
 class Window:
@@ -199,7 +201,7 @@ class Window:
         except KeyError:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
-            fine = all(_HEADER_NAME.fullmatch(name) for name in names.names)
+            fine = sendable(names)
             block = b"NATS/1.0\r\nNats-Msg-Id: %b\r\n" + names.block + b"\r\n"
             fixed = len(block % ((b"",) * (len(names.names) + 1)))
             self._templates[names] = known = (b" %d %d\r\n" + block if fine else None, fixed)
@@ -342,6 +344,11 @@ class Window:
             self.fail(SinkUnavailable(f"no acknowledgement from JetStream for {self._ack_timeout:g} s"))
         else:
             self._timer = self._loop.call_later(self._ack_timeout / _TICKS, self._watch)
+
+
+def sendable(names: HeaderNames) -> bool:
+    """Whether NATS takes headers of these names."""
+    return all(_HEADER_NAME.fullmatch(name) for name in names.names)
 
 
 def _behind(culprit: bytes) -> str:
