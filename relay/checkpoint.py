@@ -127,8 +127,8 @@ class CheckpointStore:
         )
 
     async def save_marks(self, marks: Mapping[str, int]) -> None:
-        """Where destinations begin that nothing went to yet. A mark is never saved before what it covers."""
-        await self._update("sink = %s::jsonb", (_marks(marks),))
+        """Add marks: where destinations begin that nothing went to yet. The others stay with the LSN they belong to."""
+        await self._update("sink = coalesce(sink, '{}'::jsonb) || %s::jsonb", (_marks(marks),))
 
     async def prove(self) -> None:
         """Raise Superseded if somebody took over: before anything more is published."""
@@ -175,7 +175,7 @@ class CheckpointStore:
 
 
 def _marks(marks: Mapping[str, int] | None) -> str | None:
-    return orjson.dumps(dict(marks)).decode() if marks else None
+    return None if marks is None else orjson.dumps(dict(marks)).decode()
 
 
 def _read(row: tuple[Any, ...]) -> Checkpoint:

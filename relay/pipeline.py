@@ -24,7 +24,7 @@ from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.progress import Progress
-from relay.sink import Sink
+from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
 from relay.writeback import WriteBack
 
@@ -74,6 +74,10 @@ class Pipeline:
         self._room.set()
         self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
         self.origin = ""
+        self.routing = 0  # its fingerprint
+        self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
+        self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
+        self._settled = False
         self.begin(start)
 
     def begin(self, start: LSN, audit: Audit | None = None) -> None:
@@ -82,6 +86,10 @@ class Pipeline:
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
         self.published = 0  # events of this source
         self.audit = audit
+
+    def settle(self) -> None:
+        """The source has shown everything that it had when the sink was opened."""
+        self._settled = True
 
     async def drained(self) -> None:
         """Return when everything that was handed on is acknowledged."""
@@ -175,6 +183,7 @@ class Pipeline:
 
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
+        pending.batch.settled = self._settled
         pending.task = group.create_task(self._publish(pending.batch))
         self._progress.publish_attempts += len(pending.batch.events)
 
@@ -190,11 +199,14 @@ class Pipeline:
         while True:
             try:
                 if not self._up:
-                    self._sink.resume(self.marks, self.origin)
+                    self._settled = False
+                    self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
                     await self._sink.open()
-                    self.marks = {**self._sink.marks, **self.marks}
+                    marks = self._sink.marks
+                    self.marks = {**marks, ROUTING: self.routing} if marks else {}
                     if self._opened is not None:
                         await self._opened()
+                    self.same_order = True  # opened again, it is given the same batches again
                     if self._over:
                         return
                     self._up = True
@@ -283,6 +295,8 @@ class Pipeline:
             self.acknowledged = batch.end_lsn
             if self.audit is not None:  # a stream: elsewhere it is a count of rows
                 self._progress.acknowledged_lsn = batch.end_lsn
+                if self.settled_at is not None and batch.end_lsn >= self.settled_at:
+                    self._settled, self.settled_at = True, None
 
     def _reject(self, rejected: Sequence[Rejected]) -> None:
         """The policy for what the sink can never take: stop, and name it. Nothing after it is confirmed."""

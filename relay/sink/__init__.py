@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from relay.config import Config
 
 
+UNCOUNTABLE = ""
+"""Among the marks: 1 if what a destination holds beyond its mark is not simply the next events in their order."""
+ROUTING = "#"
+"""Among the marks: a fingerprint of the routing that they were made with. Not for the sink."""
+
+
 class Sink(Protocol):
     """What the pipeline needs from a broker."""
 
@@ -26,12 +32,13 @@ class Sink(Protocol):
         """What the checkpoint says of the broker, before `open`; `origin` begins the `relay-position` of our events.
 
         Marks are for sinks with a fence: how far each destination is covered by the checkpoint. What it holds beyond is
-        read back by `open`, and events that are found there are not published again.
+        read back by `open`, and events that are found there are not published again; the mark does not pass them until
+        they have come, or until a batch is `settled`.
         """
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """After `open`: the marks, with the beginning of destinations that are seen for the first time."""
+        """After `open`: all marks, with the beginning of destinations that are seen for the first time."""
         ...
 
     async def open(self) -> None:
