@@ -70,6 +70,10 @@ def open_sink(config: Config) -> Sink:
 
             return JetStreamSink(config.sink.jetstream)
         case "kafka":
+            if config.sink.kafka.mode == "exactly-once":
+                from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink  # noqa: PLC0415
+
+                return ExactlyOnceKafkaSink(config.sink.kafka)
             from relay.sink.kafka import KafkaSink  # noqa: PLC0415
 
             return KafkaSink(config.sink.kafka)
