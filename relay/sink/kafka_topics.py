@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +11,12 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPar
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
+from relay.errors import SetupError, SinkUnavailable
 from relay.sink.kafka_policy import translate
 
 log = structlog.get_logger(__name__)
+
+_AGAIN = 0.05
 
 
 def destination(topic: str, partition: int) -> str:
@@ -58,11 +62,18 @@ def ends(options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], time
     if not asked:
         return {}
     admin = AdminClient(dict(options))
-    futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=timeout)
+    deadline = time.monotonic() + timeout
     found: dict[str, int] = {}
-    for spot, future in futures.items():
-        try:
-            found[destination(spot.topic, spot.partition)] = future.result().offset
-        except KafkaException as exc:
-            raise translate(exc.args[0], f"Kafka does not say where {spot.topic} ends") from None
+    while asked:
+        futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=timeout)
+        for spot, future in futures.items():
+            try:
+                found[destination(spot.topic, spot.partition)] = future.result().offset
+                del asked[spot]
+            except KafkaException as exc:
+                failure = translate(exc.args[0], f"Kafka does not say where {spot.topic} ends")
+                # A topic that was made a moment ago, or a leader that moved: it will be known soon.
+                if not isinstance(failure, SinkUnavailable | SetupError) or time.monotonic() > deadline:
+                    raise failure from None
+                time.sleep(_AGAIN)
     return found

@@ -209,7 +209,7 @@ class Transactions:
             self._producer.purge()
             self._producer.poll(0)
 
-    def _ask(self, call: Callable[[float], object], doing: str, patience: float) -> None:
+    def _ask(self, call: Callable[[float], object], patience: float) -> None:
         """A call of the transactional API, repeated while it may still succeed."""
         deadline = time.monotonic() + patience
         while True:
@@ -223,14 +223,13 @@ class Transactions:
             if self.ending:
                 raise self.error or SinkUnavailable("Kafka sink was closed")
             self._producer.poll(0)
-            log.debug("kafka waits", doing=doing)
 
     # opening
 
     def _open(self) -> None:
         section = self._section
         try:
-            self._ask(self._producer.init_transactions, "init", section.connect_timeout)
+            self._ask(self._producer.init_transactions, section.connect_timeout)
         except KafkaException as exc:
             error = exc.args[0]
             if error.retriable():
@@ -441,7 +440,7 @@ class Transactions:
                 self._tell(last, sent)
                 self._flush()
             if not self._errors:
-                self._ask(self._producer.commit_transaction, "commit", self._section.connect_timeout * 3)
+                self._ask(self._producer.commit_transaction, self._section.connect_timeout * 3)
                 self._begun = False
                 return ""
         except KafkaException as exc:
@@ -454,7 +453,7 @@ class Transactions:
         said = [f for f, e in zip(failures, self._errors, strict=True) if e.code() not in CONSEQUENCES] or failures
         if refusal is None:
             raise said[0]
-        self._ask(self._producer.abort_transaction, "abort", self._section.connect_timeout)
+        self._ask(self._producer.abort_transaction, self._section.connect_timeout)
         self._begun = False
         return str(refusal)
 
