@@ -329,9 +329,15 @@ class JetStream(Section):
         "exactly once. `shared`: other writers may use them; dedupe by message id. `auto`: fenced where the relay "
         "created all of its streams.",
     )
+    foreign_writer: Literal["stop", "share"] = Field(
+        "stop",
+        description="When a fenced stream turns out to have another writer: `stop` with exit code 3, or `share` it, "
+        "that is go on as in mode `shared` until the next start.",
+    )
     ordering: Literal["strict", "relaxed"] = Field(
         "strict",
-        description="`strict`: never two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",
+        description="In mode `shared`: `strict`: never two unacknowledged events of one key in flight; `relaxed` lifts "
+        "that for speed.",
     )
     streams: Annotated[tuple[Stream, ...], BeforeValidator(_json)] = Field(
         (), description="Streams that the relay expects (or creates). Without any, the server's own streams are used."

@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from relay.config import JetStream
 from relay.errors import OperatorError, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Rejected
-from relay.sink.nats_connection import NatsConnection
-from relay.sink.nats_fence import Chain, FencedWindow, read_chain
+from relay.sink import ROUTING, UNCOUNTABLE
+from relay.sink.nats_chain import Chain, read_chain
+from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.nats_fence import FencedWindow
 from relay.sink.nats_streams import Streams
 from relay.sink.nats_window import Window
 
@@ -37,6 +39,8 @@ class JetStreamSink:
         self._marks: dict[str, int] = {}
         self._origin = ""
         self._suspicious = False  # an event of the last window was refused: find out which
+        self._gaps = False  # a stream refused an event for good: what it holds behind it cannot be counted
+        self._shared = False  # somebody else writes to our streams, and is allowed to
 
     def resume(self, marks: Mapping[str, int], origin: str) -> None:
         self._marks, self._origin = dict(marks), origin
@@ -58,56 +62,74 @@ class JetStreamSink:
     async def open(self) -> None:
         await self.close()
         connection = NatsConnection(self._config, direct=self._direct)
-        chains: dict[str, Chain] = {}
         window = Window(
             connection,
             self._streams.find,
             strict=self._config.ordering == "strict",
             ack_timeout=self._config.ack_timeout,
         )
-        fenced = FencedWindow(
-            connection,
-            self._streams.find,
-            chains,
-            ack_timeout=self._config.ack_timeout,
-            careful=self._suspicious,
-        )
         self._connection, self._window = connection, window
         try:
             await connection.open(window, self._discovered)
             await self._streams.load(connection)
-            if self._streams.fenced(self._config.mode):
+            if not self._shared and self._streams.fenced(self._config.mode):
+                fenced = FencedWindow(
+                    connection, self._streams.find, ack_timeout=self._config.ack_timeout, careful=self._suspicious
+                )
                 connection.listen(fenced)
                 self._window = window = fenced
-                await self._read_chains(connection, chains)
+                await self._read_chains(connection, fenced)
+            if not isinstance(self._window, FencedWindow):
+                self._marks = {}
         except RelayError:
             failure = window.failure
             await self.close()
             if isinstance(failure, OperatorError):
                 raise failure from None  # a refused right is the reason why a request had no answer
             raise
+        except ApiError as exc:
+            await self.close()
+            raise SinkUnavailable(f"JetStream cannot be read back: {exc}") from None
         except BaseException:
             await self.close()
             raise
         self._discovered = connection.discovered or self._discovered
 
-    async def _read_chains(self, connection: NatsConnection, chains: dict[str, Chain]) -> None:
+    async def _read_chains(self, connection: NatsConnection, window: FencedWindow) -> None:
         """What every stream holds beyond the checkpoint's mark; a stream seen for the first time begins here."""
-        for stream in self._streams.known:
-            mark = self._marks.get(stream.name)
-            chain, strangers = await read_chain(connection, self._streams.prefix, stream.name, mark, self._origin)
-            if strangers:
+        streams, marks, config = self._streams, self._marks, self._config
+        countable = not marks.get(UNCOUNTABLE) and not self._gaps
+        chains = []
+        for stream in streams.known:
+            mark = marks.get(stream.name)
+            chain, strangers = await read_chain(
+                connection, streams.prefix, stream, mark, self._origin, counting=countable
+            )
+            if strangers and config.foreign_writer == "stop":
                 raise SetupError(
                     f"stream {stream.name} has another writer: {strangers[0]}",
                     hint='let only this relay publish to it; or set sink.jetstream.mode = "shared", which dedupes by '
                     "message id and has no fence",
                 )
-            if mark is None:
-                self._marks[stream.name] = chain.sent
-            elif chain.held or chain.anonymous:
-                log.info("stream %s holds %d events beyond the checkpoint", stream.name, len(chain.held))
-            chain.with_ids = not (self._suspicious and stream.poisons(connection.version))
-            chains[stream.name] = chain
+            if strangers:
+                log.warning(
+                    "stream %s has another writer: %s; from now on without a fence (shared)", stream.name, strangers[0]
+                )
+                self._shared = True
+                raise SinkUnavailable(f"stream {stream.name} has another writer: opening again in shared mode")
+            _report(chain)
+            chains.append(chain)
+        for name in marks.keys() - {stream.name for stream in streams.known} - {UNCOUNTABLE, ROUTING}:
+            log.warning(
+                "stream %s is not configured any more: events that it holds beyond the checkpoint may come again in "
+                "another stream",
+                name,
+            )
+        self._marks = {chain.stream: chain.mark for chain in chains}
+        if not countable:
+            self._marks[UNCOUNTABLE] = 1
+        poisoned = any(stream.poisons(connection.version) for stream in streams.known)
+        window.begin(chains, with_ids=not poisoned, uncountable=not countable)
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         window = self._window
@@ -130,7 +152,25 @@ class JetStreamSink:
         self._connection = self._window = None
         if window is not None:
             self._duplicates += window.duplicates
-            self._suspicious = isinstance(window, FencedWindow) and window.suspicious
+            if isinstance(window, FencedWindow):
+                self._suspicious = window.suspicious
+                self._gaps = self._gaps or window.gaps
             window.fail(SinkUnavailable("the connection to NATS was closed"))
         if connection is not None:
             await connection.close()
+
+
+def _report(chain: Chain) -> None:
+    gone = chain.places.count(None)
+    if not chain.places:
+        return
+    log.info("stream %s holds %d events beyond the checkpoint", chain.stream, len(chain.places) - gone)
+    if gone and chain.counting:
+        log.info("%d more are not there any more (consumed or expired): they are skipped by their place", gone)
+    elif gone:
+        log.warning(
+            "%d messages of stream %s beyond the checkpoint are not there any more (consumed, expired or purged): "
+            "their events may be published again",
+            gone,
+            chain.stream,
+        )

@@ -31,6 +31,7 @@ class StreamState:
     replicas: int = 1
     owned: bool = False  # made by a relay, for itself
     sourced: bool = False  # takes messages of other streams, too
+    retention: str = "limits"
 
     def poisons(self, version: tuple[int, ...]) -> bool:
         """Replicated streams of these servers remember the ids of messages that they refused, as if they had them."""
@@ -54,6 +55,7 @@ class StreamState:
             replicas=int(config.get("num_replicas") or 1),
             owned=(config.get("description") or "").startswith(OWNED),
             sourced=bool(config.get("sources")),
+            retention=config.get("retention") or "limits",
         )
 
 
