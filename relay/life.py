@@ -91,7 +91,9 @@ class Life:
         self._memory = memory
         self._write_back = write_back
         self._store = CheckpointStore(session, config.relay.name)
-        self._pipeline = Pipeline(sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened)
+        self._pipeline = Pipeline(
+            sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened, self._store.prove
+        )
         self._begun: set[str] = set()  # destinations whose beginning is saved
         self._opened_before = False
         self._rerouted = False  # the marks were made with another routing

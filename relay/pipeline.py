@@ -19,7 +19,7 @@ import structlog
 from relay.audit import Audit
 from relay.backoff import Backoff
 from relay.config import Delivery
-from relay.errors import EventRejected, RelayError, TransientError
+from relay.errors import EventRejected, RelayError, SourceUnavailable, Superseded, TransientError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
@@ -55,14 +55,19 @@ class Pipeline:
         start: LSN,
         write_back: WriteBack | None = None,
         opened: Callable[[], Awaitable[None]] | None = None,
+        opening: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`opened` is awaited after the sink was opened and before anything is published: a last look at the fence."""
+        """`opening` is awaited before the sink is opened: opening may fence others off, so we must be the one.
+
+        `opened` is awaited after it was opened and before anything is published: a last look at the fence.
+        """
         self._sink = sink
         self._delivery = delivery
         self._progress = progress
         self._metrics = metrics
         self._write_back = write_back
         self._opened = opened
+        self._opening = opening
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
@@ -200,6 +205,8 @@ class Pipeline:
             try:
                 if not self._up:
                     self._settled = False
+                    if self._opening is not None:
+                        await self._opening()
                     self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
                     await self._sink.open()
                     marks = self._sink.marks
@@ -216,6 +223,8 @@ class Pipeline:
                     if pending.task is None:
                         self._submit(pending, group)
                 await self._finish(backoff)
+            except (Superseded, SourceUnavailable):
+                raise  # said by `opening` or `opened`, not by the sink: opening it again would not help
             except TransientError as exc:
                 self._up = False
                 self._progress.sink_down_since = self._progress.sink_down_since or time.monotonic()
