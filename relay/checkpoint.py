@@ -82,11 +82,12 @@ class Checkpoint:
     phase: str  # new | recover | poll | stream
     recovery: dict[str, Any] | None  # the round of polling that is under way
     unseen: Unseen = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)  # how far the broker's destinations are covered by all that
 
 
 _COLUMNS = (
     "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text,"
-    " unseen::text"
+    " unseen::text, sink::text"
 )
 
 
@@ -124,27 +125,45 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
-    async def save(self, lsn: LSN, sample: Sample, unseen: Mapping[int, int] | None = None) -> None:
+    async def save(
+        self,
+        lsn: LSN,
+        sample: Sample,
+        unseen: Mapping[int, int] | None = None,
+        *,
+        marks: Mapping[str, int] | None = None,
+    ) -> None:
         """While streaming: everything before `lsn` is published, and everything that the sample sees."""
         await self._update(
-            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL",
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink)",
             (
                 str(lsn),
                 str(sample.snapshot),
                 str(sample.lsn),
                 _json({str(xid): n for xid, n in (unseen or {}).items()}),
+                _marks(marks),
             ),
         )
+
+    async def save_marks(self, marks: Mapping[str, int]) -> None:
+        """Add marks: where destinations begin that nothing went to yet. The others stay with the LSN they belong to."""
+        await self._update("sink = coalesce(sink, '{}'::jsonb) || %s::jsonb", (_marks(marks),))
+
+    async def prove(self) -> None:
+        """Raise Superseded if somebody took over: before anything more is published."""
+        await self._update("epoch = epoch", ())
 
     async def save_round(self, phase: str, recovery: dict[str, Any]) -> None:
         """While polling: a round is under way; what it publishes is not in `snap` yet."""
         await self._update("phase = %s, recovery = %s::jsonb", (phase, _json(recovery)))
 
-    async def save_polled(self, phase: str, sample: Sample) -> None:
+    async def save_polled(self, phase: str, sample: Sample, *, marks: Mapping[str, int] | None = None) -> None:
         """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
         await self._update(
-            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL",
-            (str(sample.snapshot), str(sample.lsn), phase),
+            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink)",
+            (str(sample.snapshot), str(sample.lsn), phase, _marks(marks)),
         )
 
     async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
@@ -179,8 +198,12 @@ def _json(value: dict[str, Any]) -> str:
     return orjson.dumps(value).decode()
 
 
+def _marks(marks: Mapping[str, int] | None) -> str | None:
+    return None if marks is None else orjson.dumps(dict(marks)).decode()
+
+
 def _read(row: tuple[Any, ...]) -> Checkpoint:
-    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen = row
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen, marks = row
     return Checkpoint(
         epoch=epoch,
         system_identifier=system_identifier,
@@ -192,6 +215,7 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         phase=phase,
         recovery=orjson.loads(recovery) if recovery else None,
         unseen={int(xid): events for xid, events in orjson.loads(unseen).items()},
+        marks=orjson.loads(marks) if marks else {},
     )
 
 

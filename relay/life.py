@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from relay.config import Config
 from relay.errors import (
     AuthError,
     ContractError,
+    EventRejected,
     RelayError,
     SetupError,
     SlotGivenUp,
@@ -42,7 +44,7 @@ from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.recovery import check_publication, drop_slot, make_slot, making_session
 from relay.routing import Router
-from relay.sink import Sink
+from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
 from relay.source.decoder import Decoder
 from relay.source.plugin import choose_decoder
@@ -91,7 +93,12 @@ class Life:
         self._memory = memory
         self._write_back = write_back
         self._store = CheckpointStore(session, config.relay.name)
-        self._pipeline = Pipeline(sink, config.delivery, progress, metrics, NOWHERE, write_back)
+        self._pipeline = Pipeline(
+            sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened, self._store.prove
+        )
+        self._begun: set[str] = set()  # destinations whose beginning is saved
+        self._opened_before = False
+        self._rerouted = False  # the marks were made with another routing
         self._mappings: Sequence[Mapping] = ()
         self._identity = Identity("", 0, NOWHERE, "")
 
@@ -105,6 +112,11 @@ class Life:
         identity = self._identity = await identity_of(self._session)
         checkpoint = await store.claim(identity.system_identifier, identity.timeline, config.source.slot)
         progress.epoch = checkpoint.epoch
+        self._begun = set(checkpoint.marks)
+        self._pipeline.marks = dict(checkpoint.marks)
+        self._pipeline.origin = f"{config.relay.name}:{identity.system_identifier}"
+        self._pipeline.routing = _fingerprint(config)
+        self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self._pipeline.routing
         guard(checkpoint, identity.system_identifier, await store.sample())
         if config.source.mode == "poll":
             await self._poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
@@ -114,10 +126,13 @@ class Life:
             if checkpoint.phase == "stream" and str(checkpoint.snap) == memory.incomplete.since:
                 checkpoint = await self._heal(checkpoint, memory.incomplete)
             memory.incomplete = None
+        else:
+            self._pipeline.same_order = checkpoint.marks.get(ROUTING) == self._pipeline.routing
         if self._stopping.is_set():
             return
         try:
             if (fault := await self._fault(checkpoint)) is not None:
+                self._pipeline.same_order = False
                 checkpoint = await self._recover(checkpoint, fault, from_now=from_now and checkpoint.phase == "new")
         except (RelayError, BaseExceptionGroup) as exc:
             self._learn(decisive(exc))
@@ -125,6 +140,23 @@ class Life:
         if not self._stopping.is_set():
             await store.adopt(identity.system_identifier, identity.timeline, config.source.slot)
             await self._stream(checkpoint)
+
+    async def _sink_opened(self) -> None:
+        """Before anything is published: see that nobody took over meanwhile, and note where new destinations begin."""
+        marks = self._pipeline.marks
+        new = {name: mark for name, mark in marks.items() if name not in self._begun and name != UNCOUNTABLE}
+        if self._rerouted:
+            self._rerouted = False
+            new[UNCOUNTABLE] = 1
+        if new:
+            self._begun |= new.keys()
+            await self._store.save_marks(new)
+        elif self._opened_before:  # the first time we have just claimed it
+            await self._store.prove()
+        self._opened_before = True
+        if marks:
+            # Whoever wrote to the broker before us had received it by now, so it was committed before this.
+            self._pipeline.settled_at = (await self._store.sample()).lsn
 
     async def _look_at_tables(self) -> Sequence[Mapping]:
         """The mappings as the tables are now: one may have been adopted while we were away."""
@@ -208,7 +240,7 @@ class Life:
         )
         if self._stopping.is_set() or not started:
             return checkpoint
-        await self._store.save(started[-1], source.since)
+        await self._store.save(started[-1], source.since, marks=self._pipeline.marks)
         memory.gave_up = False
         progress.last_error = progress.last_hint = ""
         log.info("recovery.done", events=progress.recovered_events - before, lsn=started[-1])
@@ -294,7 +326,7 @@ class Life:
         if self._stopping.is_set():
             return checkpoint
         unseen = {**checkpoint.unseen, 0: checkpoint.unseen.get(0, 0) - found.counted}
-        await self._store.save(checkpoint.lsn, gap.sample, unseen)
+        await self._store.save(checkpoint.lsn, gap.sample, unseen, marks=self._pipeline.marks)
         log.warning("audit.healed", events=self._progress.recovered_events - before)
         return replace(checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=unseen, recovery=None)
 
@@ -321,7 +353,7 @@ class Life:
                 reading,
                 [mapping for mapping in self._mappings if mapping.recoverable],
                 self._route,
-                _Rounds(store, pipeline, phase, self._write_back),
+                _Rounds(store, pipeline, phase, self._write_back, complete=not single),
                 self._progress,
                 since=since,
                 resumed=Gap.of(checkpoint.recovery) if checkpoint.recovery else None,
@@ -380,6 +412,9 @@ class Life:
                 wal.close()
         except (RelayError, BaseExceptionGroup) as exc:
             failure = decisive(exc)
+            if isinstance(failure, EventRejected) and self._pipeline.marks:
+                with suppress(RelayError):  # what is stored behind the rejected event is not one event per place
+                    await self._store.save_marks({UNCOUNTABLE: 1})
             if isinstance(failure, ContractError) and decoder and decoder.commit_lsn < self._identity.end_lsn:
                 failure = await self._outgrown(failure)
             self._learn(failure)
@@ -509,10 +544,20 @@ class Life:
         return f"{name}:{self._identity.system_identifier}:{epoch}:{phase}:{detail}:".encode()
 
 
+def _fingerprint(config: Config) -> int:
+    """Of everything that decides which events go where."""
+    parts = [config.routing, *config.outbox, *config.sink.jetstream.streams]
+    return zlib.crc32("".join(part.model_dump_json() for part in parts).encode())
+
+
 class _Rounds:
     """What a poll source needs of the pipeline and of the store."""
 
-    def __init__(self, store: CheckpointStore, pipeline: Pipeline, phase: str, write_back: WriteBack | None) -> None:
+    def __init__(
+        self, store: CheckpointStore, pipeline: Pipeline, phase: str, write_back: WriteBack | None, *, complete: bool
+    ) -> None:
+        """`complete`: its rounds show all that is committed, not only certain transactions."""
+        self._complete = complete
         self._store = store
         self._pipeline = pipeline
         self._phase = phase
@@ -527,4 +572,6 @@ class _Rounds:
     async def done(self, gap: Gap) -> None:
         if self._write_back is not None:
             await self._write_back.caught_up()
-        await self._store.save_polled(self._phase, gap.sample)
+        await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)
+        if self._complete:
+            self._pipeline.settle()  # everything that was committed when the round began has been shown

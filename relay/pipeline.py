@@ -12,19 +12,19 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
 
 from relay.audit import Audit
 from relay.backoff import Backoff
 from relay.config import Delivery
-from relay.errors import EventRejected, RelayError, TransientError
+from relay.errors import EventRejected, RelayError, SourceUnavailable, Superseded, TransientError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.progress import Progress
-from relay.sink import Sink
+from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
 from relay.writeback import WriteBack
 
@@ -54,12 +54,20 @@ class Pipeline:
         metrics: Metrics,
         start: LSN,
         write_back: WriteBack | None = None,
+        opened: Callable[[], Awaitable[None]] | None = None,
+        opening: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`opening` is awaited before the sink is opened: opening may fence others off, so we must be the one.
+
+        `opened` is awaited after it was opened and before anything is published: a last look at the fence.
+        """
         self._sink = sink
         self._delivery = delivery
         self._progress = progress
         self._metrics = metrics
         self._write_back = write_back
+        self._opened = opened
+        self._opening = opening
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
@@ -70,6 +78,12 @@ class Pipeline:
         self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
+        self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self.origin = ""
+        self.routing = 0  # its fingerprint
+        self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
+        self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
+        self._settled = False
         self.begin(start)
 
     def begin(self, start: LSN, audit: Audit | None = None) -> None:
@@ -78,6 +92,10 @@ class Pipeline:
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
         self.published = 0  # events of this source
         self.audit = audit
+
+    def settle(self) -> None:
+        """The source has shown everything that it had when the sink was opened."""
+        self._settled = True
 
     async def drained(self) -> None:
         """Return when everything that was handed on is acknowledged."""
@@ -171,6 +189,7 @@ class Pipeline:
 
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
+        pending.batch.settled = self._settled
         pending.task = group.create_task(self._publish(pending.batch))
         self._progress.publish_attempts += len(pending.batch.events)
 
@@ -186,7 +205,16 @@ class Pipeline:
         while True:
             try:
                 if not self._up:
+                    self._settled = False
+                    if self._opening is not None:
+                        await self._opening()
+                    self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
                     await self._sink.open()
+                    marks = self._sink.marks
+                    self.marks = {**marks, ROUTING: self.routing} if marks else {}
+                    if self._opened is not None:
+                        await self._opened()
+                    self.same_order = True  # opened again, it is given the same batches again
                     if self._over:
                         return
                     self._up = True
@@ -196,6 +224,8 @@ class Pipeline:
                     if pending.task is None:
                         self._submit(pending, group)
                 await self._finish(backoff)
+            except (Superseded, SourceUnavailable):
+                raise  # said by `opening` or `opened`, not by the sink: opening it again would not help
             except TransientError as exc:
                 self._up = False
                 self._progress.sink_down_since = self._progress.sink_down_since or time.monotonic()
@@ -250,6 +280,8 @@ class Pipeline:
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
             self.last_event_lsn = batch.end_lsn
             self.published += batch.count
+            if batch.marks:
+                self.marks |= batch.marks
             self._advance(batch)
             if window:
                 head = window[0].batch
@@ -276,6 +308,8 @@ class Pipeline:
             self.acknowledged = batch.end_lsn
             if self.audit is not None:  # a stream: elsewhere it is a count of rows
                 self._progress.acknowledged_lsn = batch.end_lsn
+                if self.settled_at is not None and batch.end_lsn >= self.settled_at:
+                    self._settled, self.settled_at = True, None
 
     def _reject(self, rejected: Sequence[Rejected]) -> None:
         """The policy for what the sink can never take: stop, and name it. Nothing after it is confirmed."""

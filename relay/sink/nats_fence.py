@@ -1,0 +1,312 @@
+"""Fenced publishing to a stream that is ours alone: exactly once and in order, through crashes of everybody (G4).
+
+Every event carries `Nats-Expected-Last-Sequence`, so each is stored only directly behind its predecessor: a lost or
+refused event refuses all that follow, and only the last event of a batch needs an acknowledgement, which then speaks
+for all. A zombie relay writes with an outdated expectation and is refused by the server.
+
+After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
+up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
+dedupe window, no trust in LSNs (after a restore they are issued again), and holds for streamed and for polled events
+alike. A mark never passes an id that was read back and has not come: it would be forgotten by the next reading.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from relay.errors import RelayError, SetupError, SinkUnavailable
+from relay.event import Event, HeaderNames, Rejected
+from relay.sink import UNCOUNTABLE, nats_acks, subjects
+from relay.sink.nats_acks import REJECTED, Ack
+from relay.sink.nats_chain import Chain
+from relay.sink.nats_connection import Frame, NatsConnection
+from relay.sink.nats_streams import StreamState
+from relay.sink.nats_window import MAX_HEADER_BYTES, MAX_TEMPLATES, Flight, Window, behind, sendable
+
+log = logging.getLogger("relay.sink.nats")
+
+WRONG_SEQUENCE = frozenset({10071, 10164})
+
+
+class FencedWindow(Window):
+    """A window of batches whose events are chained; see the module."""
+
+    def __init__(
+        self,
+        connection: NatsConnection,
+        find: Callable[[str], StreamState],
+        *,
+        ack_timeout: float,
+        careful: bool,
+    ) -> None:
+        """`careful`: the first batch goes out event by event, to find out which one the stream does not take."""
+        super().__init__(connection, find, strict=True, ack_timeout=ack_timeout)
+        self._chains: dict[str, Chain] = {}
+        self._with_ids = True
+        self._met: dict[bytes, Chain] = {}  # ids that the streams hold beyond the marks, until their events come
+        self._ways: dict[str, tuple[bytes, Chain] | None] = {}
+        self._waiting: dict[bytes, tuple[Flight, Chain, int]] = {}  # by token of a batch's last event in a stream
+        self._careful = careful
+        self._singles: deque[int] | None = None  # places in the careful batch that are not sent yet
+        self._later: deque[Flight] = deque()  # batches behind the careful one
+        self._uncountable = False  # a mark was given that is not countable
+        self.suspicious = careful  # the next window should be careful
+        self.gaps = False  # the server refused an event, and later ones are stored
+        self.skipped = 0  # events that were stored already
+
+    def begin(self, chains: Iterable[Chain], *, with_ids: bool, uncountable: bool) -> None:
+        """What was read back. Without ids: this server may have poisoned those of events that it refused."""
+        self._with_ids, self._uncountable = with_ids, uncountable
+        for chain in chains:
+            self._chains[chain.stream] = chain
+            for event_id in chain.places:
+                if event_id is not None:
+                    self._met.setdefault(event_id, chain)
+            chain.left = sum(1 for home in self._met.values() if home is chain)
+            chain.left += chain.places.count(None) if chain.counting else 0
+
+    @property
+    def on_the_wire(self) -> int:
+        return len(self._waiting)
+
+    # ------------------------------------------------------------------------------------------------------ going out
+
+    def _route(self, events: list[Event]) -> None:
+        ways = self._ways
+        for topic in {event.topic for event in events}.difference(ways):
+            if subjects.fault(topic):
+                ways[topic] = None
+                continue
+            chain = self._chains.get(self._find(topic).name)
+            if chain is None:
+                raise SetupError(f"the stream of {topic} was not read when the connection was opened")
+            ways[topic] = (b"HPUB %b " % topic.encode(), chain)
+
+    def _send(self, flight: Flight) -> None:
+        flight.first = self._next
+        if flight.batch.settled:
+            self._settle()
+        if self._careful:
+            self._careful = False
+            flight.remaining = len(flight.batch.events)
+            self._singles = deque(range(len(flight.batch.events)))
+            self._next_single(flight)
+        elif self._singles is not None:
+            self._later.append(flight)
+        else:
+            self._send_all(flight)
+        if self._timer is None and self._flights:
+            self._start_timer()
+
+    def _settle(self) -> None:
+        """What was read back and did not come by now will not come."""
+        if self._met:
+            log.info("%d events that the streams hold beyond the checkpoint did not come again", len(self._met))
+            self._met.clear()
+        for chain in self._chains.values():
+            chain.settle()
+
+    def _send_all(self, flight: Flight) -> None:
+        frames, lasts = self._frames(flight, range(len(flight.batch.events)))
+        flight.remaining = len(lasts)
+        flight.marks = self._marks()
+        if frames:
+            self._write(flight, frames, lasts)
+        else:
+            self._finish(flight)
+
+    def _write(self, flight: Flight, frames: list[Frame], lasts: dict[Chain, int]) -> None:
+        """The last event for each stream asks for the acknowledgement of all."""
+        for chain, index in lasts.items():
+            token = b"%d" % self._next
+            self._next += 1
+            route, *rest = frames[index]
+            frames[index] = (route, self._connection.inbox, b".", token, b" ", *rest)
+            self._waiting[token] = (flight, chain, chain.sent)
+        self._connection.send(frames)
+
+    def _frames(self, flight: Flight, places: Iterable[int]) -> tuple[list[Frame], dict[Chain, int]]:
+        """Frames of the events that are to be stored, chained; and for each stream the index of its last one."""
+        events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
+        with_ids, max_payload = self._with_ids, self._connection.max_payload
+        special = bool(blocked or met or any(chain.counting for chain in self._chains.values()))
+        frames: list[Frame] = []
+        append, join = frames.append, b"".join
+        lasts: dict[Chain, int] = {}
+        last: HeaderNames | None = None
+        template: bytes | None = None
+        fixed = 0
+        for place in places:
+            event = events[place]
+            event_id, topic, _, names, values, body, _, _, _ = event
+            if special and (self._is_stored(event_id) or (blocked and self._is_behind(flight, place, event))):
+                continue
+            if names is not last:
+                last = names
+                template, fixed = self._template(names)
+            way = ways[topic]
+            if template is None or way is None:
+                self._refuse(flight, place, self._fault(event))
+                special = True
+                continue
+            route, chain = way
+            sent = chain.sent
+            if sent >= chain.limit:
+                chain.grow()
+            if body is None:
+                body = b""
+            text = join((event_id, *values)) if with_ids else join(values)
+            size = fixed + chain.digits + len(text)
+            total = size + len(body)
+            if 10 in text or 13 in text or 0 in text or total > max_payload or size > MAX_HEADER_BYTES:
+                self._refuse(flight, place, self._misfit(size, total))
+                special = True
+                continue
+            if special and chain.counting and chain.skips(met):
+                self.skipped += 1
+                continue
+            lasts[chain] = len(frames)
+            append((route, template % (size, total, sent, event_id, *values), body, b"\r\n"))
+            chain.sent = sent + 1
+        return frames, lasts
+
+    def _is_stored(self, event_id: bytes) -> bool:
+        home = self._met.pop(event_id, None)
+        if home is None:
+            return False
+        home.left -= 1
+        self.skipped += 1
+        return True
+
+    def _is_behind(self, flight: Flight, place: int, event: Event) -> bool:
+        """Behind a rejected event of its key, unless it is that event itself, submitted again."""
+        key = event.topic if event.key is None else event.key
+        culprit = self._blocked.get(key)
+        if culprit is None:
+            return False
+        if culprit == event.id:
+            del self._blocked[key]
+            return False
+        flight.rejected[place] = Rejected(event, behind(culprit))
+        return True
+
+    def _template(self, names: HeaderNames) -> tuple[bytes | None, int]:
+        try:
+            return self._templates[names]
+        except KeyError:
+            # %.0b takes its value and writes nothing
+            block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n"
+            block += (b"Nats-Msg-Id: %b\r\n" if self._with_ids else b"%.0b") + names.block + b"\r\n"
+            fixed = len(block % (0, *((b"",) * (len(names.names) + 1)))) - 1
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            known = self._templates[names] = (b"%d %d\r\n" + block if sendable(names) else None, fixed)
+            return known
+
+    def _marks(self) -> dict[str, int]:
+        """How far the streams are covered once everything that was submitted so far is complete."""
+        chains = self._chains.values()
+        marks = {chain.stream: chain.covered(self._met) for chain in chains}
+        uncountable = not all(chain.countable for chain in chains)
+        if uncountable or self._uncountable:
+            self._uncountable = True
+            marks[UNCOUNTABLE] = int(uncountable)
+        return marks
+
+    # ------------------------------------------------------------------------------------------------------ coming in
+
+    def on_acks(self, tokens: list[bytes]) -> None:
+        if self.failure is not None:
+            return
+        for token in tokens:
+            entry = self._waiting.pop(token, None)
+            if entry is not None:
+                self._answered(entry[0])
+
+    def on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
+        entry = self._waiting.get(token)
+        if entry is None or self.failure is not None:
+            return
+        flight, chain, seq = entry
+        try:
+            ack = nats_acks.read(status, payload)
+        except RelayError as exc:
+            self.fail(exc)
+            return
+        if ack.code == 0 and ack.seq == seq:
+            # Also as a duplicate: the same frame from a connection before this one was in time.
+            self.on_acks([token])
+        elif self._singles is None:
+            self.suspicious = ack.code in WRONG_SEQUENCE or ack.code in REJECTED or ack.code == 0
+            self._refused(chain, ack)
+        else:
+            self._single_refused(flight, chain, ack, token)
+
+    def _single_refused(self, flight: Flight, chain: Chain, ack: Ack, token: bytes) -> None:
+        """An event that was alone on the wire did not take its place in the chain."""
+        if ack.code == 0 and 0 < ack.seq < chain.sent and ack.duplicate:
+            self.duplicates += 1  # it was stored before the mark
+        elif ack.code in REJECTED:
+            self._refuse(flight, flight.single, f"JetStream: {ack.error} ({ack.code})")
+            self.gaps = True
+        else:
+            self.suspicious = ack.code not in WRONG_SEQUENCE  # somebody else wrote: the event is innocent
+            self._refused(chain, ack)
+            return
+        chain.sent -= 1
+        del self._waiting[token]
+        self._answered(flight)
+
+    def _refused(self, chain: Chain, ack: Ack) -> None:
+        verdict = nats_acks.judge(ack, f"stream {chain.stream}")
+        if ack.code in WRONG_SEQUENCE:
+            verdict = SinkUnavailable(f"stream {chain.stream} refused the chain: {ack.error} ({ack.code})")
+        elif verdict is None:
+            verdict = SinkUnavailable(f"stream {chain.stream} holds an event of the batch already (sequence {ack.seq})")
+        elif isinstance(verdict, str):
+            verdict = SinkUnavailable(f"stream {chain.stream} refused an event of the batch: {verdict}")
+        self.fail(verdict)
+
+    def _answered(self, flight: Flight) -> None:
+        flight.remaining -= 1
+        if self._singles is not None:
+            self._next_single(flight)
+        elif flight.remaining == 0:
+            self._finish(flight)
+
+    def _next_single(self, flight: Flight) -> None:
+        """Of the careful batch: the next event, alone on the wire; after the last one everything else follows."""
+        while self._singles:
+            flight.single = self._singles.popleft()
+            frames, lasts = self._frames(flight, (flight.single,))
+            if frames:
+                self._write(flight, frames, lasts)
+                return
+            flight.remaining -= 1
+        self._singles = None
+        self.suspicious = False
+        flight.marks = self._marks()
+        self._finish(flight)
+        while self._later and self.failure is None:
+            self._send_all(self._later.popleft())
+
+    def _finish(self, flight: Flight) -> None:
+        flight.batch.marks = flight.marks
+        super()._finish(flight)
+
+    def _refuse(self, flight: Flight, place: int, reason: str) -> None:
+        event = flight.batch.events[place]
+        flight.rejected[place] = Rejected(event, reason)
+        self._blocked.setdefault(event.topic if event.key is None else event.key, event.id)
+
+    def _unfinished(self, flight: Flight) -> list[Event]:
+        """All of them: what is stored is read back."""
+        return flight.batch.events
+
+    def fail(self, error: RelayError) -> None:
+        super().fail(error)
+        self._waiting.clear()
+        self._later.clear()
+        self._met.clear()
