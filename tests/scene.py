@@ -43,6 +43,11 @@ class Scene:
         self.ledger.check(stored, duplicates=duplicates)
         return stored
 
+    async def complete(self, relay: RelayProcess) -> None:
+        """As `settled`, but for order: rows that the stream lacked come behind later ones of their key."""
+        findings = self.ledger.compare(await self.ledger.arrived(self.read, relay))
+        assert (findings.lost, findings.phantom) == ([], [])
+
     async def covered(self) -> None:
         """Wait until the checkpoint's snapshot sees every row of the table."""
         await eventually(

@@ -283,6 +283,18 @@ async def test_no_stream_for_a_subject(
         await relay.stopped()
 
 
+@pytest.mark.guarantee("G10")
+async def test_no_stream_for_a_subject_while_streaming(
+    tmp_path: Path, database: Database, sections: dict[str, Any], prefix: str
+) -> None:
+    """What the broker lacks is for a person: polling the table would not cure it."""
+    path = await prepare(tmp_path, sections)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        Ledger(database.dsn, f"elsewhere{prefix}.orders").write(3)
+        await relay.refuses(3, f"elsewhere{prefix}.orders", "subjects")
+
+
 async def test_a_stream_that_does_not_exist(tmp_path: Path, sections: dict[str, Any], prefix: str) -> None:
     sections["sink"]["jetstream"]["streams"][0]["create"] = False
     with RelayProcess(await prepare(tmp_path, sections)) as relay:
