@@ -293,11 +293,14 @@ def version(json: Json = False) -> None:
 
 
 def _load(path: Path | None) -> Config:
+    from relay import log  # noqa: PLC0415
     from relay.config import load  # noqa: PLC0415
 
     default = Path("relay.toml")
     with _Explained():
-        return load(path if path is not None else default if default.exists() else None)
+        settings = load(path if path is not None else default if default.exists() else None)
+    log.configure(settings.log)  # talk goes to stderr: stdout is for results; only `run` changes that
+    return settings
 
 
 def _go(work: Coroutine[Any, Any, T]) -> T:

@@ -34,6 +34,7 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "relay tests") -> None:
         self._folder = folder
+        self._issued: dict[str, Pair] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -58,6 +59,8 @@ class Authority:
     def _issue(
         self, file: str, common_name: str, names: Sequence[str], purpose: x509.ObjectIdentifier, password: str = ""
     ) -> Pair:
+        if file in self._issued:
+            return self._issued[file]
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
             self._builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]), key.public_key())
@@ -79,6 +82,7 @@ class Authority:
         for path, content in ((pair.key, text), (pair.both, text + signed)):
             path.touch(mode=0o600)
             path.write_bytes(content)
+        self._issued[file] = pair
         return pair
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

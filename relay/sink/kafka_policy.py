@@ -88,6 +88,11 @@ def producer_options(user: Mapping[str, Option]) -> dict[str, Option]:
         if breaks is not None and breaks(value):
             faults.append(f"sink.kafka.options.{name}: {value} cannot be used: {why}")
         options[plain] = value
+    if "OAUTHBEARER" in (options.get("sasl.mechanism"), options.get("sasl.mechanisms")):
+        unsecured = not _off(options.get("enable.sasl.oauthbearer.unsecure.jwt", False))
+        if str(options.get("sasl.oauthbearer.method", "")).lower() != "oidc" and not unsecured:
+            # librdkafka would wait for a token for ever, and say nothing
+            faults.append('sink.kafka.options.sasl.oauthbearer.method: OAUTHBEARER needs "oidc" and its endpoint')
     if not str(options.get("bootstrap.servers", "")).strip():
         faults.append("sink.kafka.options.bootstrap.servers: is required")
     if faults:
@@ -114,6 +119,8 @@ def topic_missing(names: list[str]) -> SetupError:
 
 _E = KafkaError
 _AUTH_HINT = "check security.protocol, sasl.* and ssl.* in sink.kafka.options, and the user's rights: WRITE, DESCRIBE"
+_CERTIFICATE = re.compile(r"certificate verify failed|tls alert|SSL alert number", re.IGNORECASE)  # else it restarts
+_DENIED = re.compile(r"invalid|unauthorized|denied", re.IGNORECASE)
 _TOPIC_HINT = "create the topic, or set sink.kafka.create_topics = true"
 
 # What the broker (or librdkafka) says → what we do. Whatever is not here is judged by librdkafka's own flag, and stops
@@ -198,6 +205,10 @@ def translate(error: Any, doing: str) -> RelayError:
     """The relay's error for a KafkaError: the only place where codes become decisions."""
     text = f"{doing}: {error.str()} ({error.name()})"
     known = _CLASSES.get(error.code())
+    if error.code() in (_E._SSL, _E._TRANSPORT) and _CERTIFICATE.search(error.str()):  # noqa: SLF001
+        return AuthError(text, hint=_AUTH_HINT)
+    if "OAUTHBEARER token" in error.str() and not _DENIED.search(error.str()):
+        return SinkUnavailable(text, hint="can the relay reach sasl.oauthbearer.token.endpoint.url?")
     if known is not None:
         kind, hint = known
         return kind(text, hint=hint)

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import functools
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaException, Producer
 
-from relay.errors import ConfigError, EventRejected, RelayError, SinkUnavailable
+from relay.errors import AuthError, ConfigError, EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Event, Rejected
 from relay.sink.kafka_partition import HASHES
 from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, translate
@@ -29,6 +30,7 @@ Content = tuple[str, bytes | None, bytes | None]  # topic, key, body: what a del
 
 Lane = tuple[str, bytes]  # topic and key: what has an order
 
+_AFTER = re.compile(r" \(after \d+ms.*")
 _TICK = 0.1  # how soon the report thread notices that it shall end
 _GRACE = 1.0  # how long events that are already on the wire may still be acknowledged after a failure
 
@@ -39,14 +41,20 @@ class Logs:
     def __init__(self, chatty: bool) -> None:
         self.chatty = chatty
         self.has_producer_id = False
+        self._said: set[str] = set()
 
     def log(self, level: int, _form: str, facility: str, _client: str, text: str) -> None:
         if facility == "GETPID" and "Acquired PID" in text:
             self.has_producer_id = True
         if facility == "CONFWARN" and "enable.gapless.guarantee" in text:
             return  # our own default, which librdkafka calls experimental
-        if level > logging.DEBUG or self.chatty:
-            log.log(level, "librdkafka.said", facility=facility, text=text)
+        if level <= logging.DEBUG and not self.chatty:
+            return
+        # It tries again many times a second, and says each time the same; whether it is an error, is for us to judge.
+        gist = _AFTER.sub("", text)
+        if self.chatty or gist not in self._said:
+            self._said.add(gist)
+            log.log(min(level, logging.WARNING), "librdkafka.said", facility=facility, text=text)
 
 
 class Flight:
@@ -196,7 +204,7 @@ class Session:
         """error_cb: most is information (librdkafka goes on by itself); fatal errors and refused logins are not."""
         self.said = error.str()
         failure = translate(error, "Kafka")
-        if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
+        if isinstance(failure, AuthError):
             if self.opened.done():  # it worked before: let `open` judge again
                 failure = SinkUnavailable(str(failure), hint=failure.hint)
             self._note(failure)

@@ -26,6 +26,7 @@ Session = AsyncConnection[TupleRow]
 
 _AUTH = {"28000", "28P01", "42501"}
 _GONE = {"57P01", "57P02", "57P03", "57P05", "25P03"}  # shutdown, crash, starting up, session timeouts
+_REFUSED = re.compile(r"password|authentication|pg_hba|certificate|private key|ssl.* alert |role .* does not exist")
 _UNUSABLE = re.compile(r"invalid \S+ value|invalid port number|could not match \d+ (port|host)")  # libpq on a DSN
 
 
@@ -98,7 +99,9 @@ def translate(exc: psycopg.Error) -> RelayError:
     if not state and isinstance(exc, errors.OperationalError | psycopg.InterfaceError):
         # libpq itself: refused, time-out, EOF. Authentication failures come here too before the server has a state.
         lowered = text.lower()
-        if "password" in lowered or "authentication" in lowered or "pg_hba" in lowered or "certificate" in lowered:
+        if "server does not support ssl" in lowered:
+            return AuthError(text, hint="database.dsn has an sslmode that asks for TLS: enable ssl in Postgres")
+        if _REFUSED.search(lowered):
             return AuthError(text, hint="check user, password, TLS files and pg_hba.conf")
         if "does not exist" in lowered and "database" in lowered:
             return SetupError(text, hint="check the database's name in database.dsn")

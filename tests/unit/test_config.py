@@ -200,6 +200,7 @@ def secretive(tmp_path: Path) -> Config:
     dsn = "postgresql://relay:{SECRET}@db/shop?sslpassword={SECRET}"
     [sink.jetstream]
     servers = ["nats://user:{SECRET}@127.0.0.1:4222"]
+    user = "relay"
     password = "{SECRET}"
     token = "{SECRET}"
     [sink.kafka.options]
@@ -402,5 +403,5 @@ def test_a_dsn_file_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
     [{"PASSWORD": "x"}, {"USER": "u", "PASSWORD": "x", "PASSWORD_FILE": "f"}, {"TOKEN": "x", "TOKEN_FILE": "f"}],
 )
 def test_secrets_of_nats_that_contradict_each_other(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="^sink"):
+    with pytest.raises(ConfigError, match=r"^sink\.jetstream"):
         load(None, {f"RELAY_SINK__JETSTREAM__{name}": value for name, value in given.items()})

@@ -107,6 +107,22 @@ def test_error_classes(code: int, kind: type[RelayError]) -> None:
     assert error.hint
 
 
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        (KafkaError._SSL, "SSL handshake failed: error:0A000086:SSL routines::certificate verify failed", AuthError),
+        (KafkaError._TRANSPORT, "Receive failed: ssl/tls alert bad certificate: SSL alert number 42", AuthError),
+        (KafkaError._SSL, "SSL handshake failed: Disconnected: connecting to a PLAINTEXT listener?", SinkUnavailable),
+        (KafkaError._TRANSPORT, "Connect to 127.0.0.1 failed: Connection refused", SinkUnavailable),
+        (KafkaError._AUTHENTICATION, "Failed to acquire SASL OAUTHBEARER token: Could not connect", SinkUnavailable),
+        (KafkaError._AUTHENTICATION, 'Failed to acquire SASL OAUTHBEARER token: {"error":"invalid_client"}', AuthError),
+    ],
+)
+def test_a_refusal_is_told_from_an_outage(code: int, text: str, kind: type[RelayError]) -> None:
+    found = translate(KafkaError(code, text), "Kafka")
+    assert type(found) is kind and found.hint
+
+
 def test_what_nobody_listed_is_transient_only_if_librdkafka_says_so() -> None:
     assert isinstance(translate(KafkaError(9999, "new", retriable=True), "Kafka"), SinkUnavailable)
     assert isinstance(translate(KafkaError(9999, "new"), "Kafka"), ProtocolError)

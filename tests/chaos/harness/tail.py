@@ -31,7 +31,7 @@ class Arrivals:
         self.seen: set[uuid.UUID] = set()
         self.times: list[float] = []  # at most one per 10 ms
         self.per_second: dict[int, int] = {}
-        self.waiting: dict[uuid.UUID, Callable[[float], None]] = {}
+        self.waiting: dict[uuid.UUID, list[Callable[[float], None]]] = {}
 
     def arrived(self, event_id: uuid.UUID) -> None:
         if event_id in self.seen:
@@ -41,14 +41,15 @@ class Arrivals:
         self.per_second[int(now)] = self.per_second.get(int(now), 0) + 1
         if not self.times or now - self.times[-1] > 0.01:
             self.times.append(now)
-        if self.waiting and (tell := self.waiting.pop(event_id, None)) is not None:
-            tell(now)
+        if self.waiting:
+            for then in self.waiting.pop(event_id, ()):
+                then(now)
 
     def tell(self, event_id: uuid.UUID, then: Callable[[float], None]) -> None:
         if event_id in self.seen:
             then(time.monotonic())
         else:
-            self.waiting[event_id] = then
+            self.waiting.setdefault(event_id, []).append(then)
 
 
 def id_of(text: str | bytes) -> uuid.UUID | None:
