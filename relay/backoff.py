@@ -20,3 +20,11 @@ class Backoff:
 
     def reset(self) -> None:
         self.attempt = 0
+
+
+def retry_delay(attempts: int, initial: float, maximum: float, chance: float) -> float:
+    """Seconds until a row is tried again that failed `attempts` times: min(initial · 2^(attempts-1), maximum) + jitter.
+
+    `chance` in [0, 1) adds up to a fifth, so that rows that failed together do not come back together.
+    """
+    return min(maximum, initial * 2.0 ** min(max(attempts - 1, 0), 64)) * (1 + 0.2 * chance)

@@ -257,6 +257,25 @@ class Routing(Section):
         return value
 
 
+class Claim(Section):
+    """Which columns claim polling keeps its retries in. A part that is set to "" does not exist in the table."""
+
+    attempts: str = Field(
+        "attempts",
+        description="Counts the times that the broker rejected the event. Without it they are counted in memory.",
+    )
+    next_attempt: str = Field(
+        "next_attempt_at", description="Before this time the row is left alone. Without it the time is kept in memory."
+    )
+    last_error: str = Field("last_error", description='Why it was rejected last. "" if there is no such column.')
+    failed: dict[str, Literal[True, False] | str] = Field(
+        default_factory=dict,
+        description='Columns to set when `poll.max_attempts` is reached: `column = "value"`; `"now()"` is the time, '
+        '`"{error}"` the reason. They must make the row one that is not `unpublished` any more. Empty: the row is '
+        "passed over while `attempts` is not below the limit.",
+    )
+
+
 class Outbox(Section):
     preset: Literal["event_outbox", "outbox", "stream_outbox", "service_outbox", "debezium"] | None = Field(
         None, description="A table that many have: fills in what this block does not say (docs/presets.md)."
@@ -275,6 +294,9 @@ class Outbox(Section):
         default_factory=dict,
         description="Columns to set once the broker has acknowledged, for readers that expect it: "
         '`column = "value"`; `"now()"` is the time. Empty: the row is never touched.',
+    )
+    claim: Claim = Field(
+        default_factory=Claim, description='Only for `poll.strategy = "claim"`: where retries are noted.'
     )
 
     @model_validator(mode="before")
@@ -486,7 +508,47 @@ class Checkpoint(Section):
 
 
 class Poll(Section):
-    interval: Positive = Field(1.0, description="Time between two looks at the table.")
+    strategy: Literal["snapshot", "claim"] = Field(
+        "snapshot",
+        description='How `source.mode = "poll"` finds events. `snapshot`: by transactions, without an UPDATE. `claim`: '
+        "locks rows, publishes them, and marks them: for tables without xid, and beside a worker of the application. "
+        "See docs/polling.md.",
+    )
+    interval: Positive = Field(1.0, description="Snapshot: time between two looks at the table.")
+    min_interval: Positive = Field(
+        0.5, description="Claim: time until the next look while events come; none when there are more than a batch."
+    )
+    max_interval: Positive = Field(2.0, description="Claim: the time doubles up to this while nothing comes.")
+    notify: str = Field(
+        "",
+        description="Channel of a NOTIFY by the application that makes the relay look at once. Costs the writers a "
+        "lock that all commits with a NOTIFY share (docs/polling.md).",
+    )
+    workers: int = Field(
+        1, ge=1, le=64, description="Claim: sessions that publish side by side; a key always belongs to the same one."
+    )
+    batch: int = Field(100, ge=1, le=10_000, description="Claim: rows of one transaction, at most.")
+    max_attempts: int = Field(
+        5, ge=1, description="Claim: after so many rejections an event is left alone. Outages do not count."
+    )
+    retry_initial: Positive = Field(
+        5.0, description="Claim: wait after the first rejection; doubles each time, plus up to a fifth."
+    )
+    retry_max: Positive = Field(300.0, description="Claim: longest wait between two tries of a rejected event.")
+
+    @field_validator("notify")
+    @classmethod
+    def _channel(cls, value: str) -> str:
+        if len(value.encode()) > 63:
+            raise ValueError("a channel's name has at most 63 bytes")
+        return value
+
+    @model_validator(mode="after")
+    def _growing(self) -> Poll:
+        for low, high in (("min_interval", "max_interval"), ("retry_initial", "retry_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} must not exceed {high}")
+        return self
 
 
 class Admin(Section):

@@ -2,7 +2,7 @@
 
     first start, slot lost, interrupted recovery  →  recover: poll until a slot is ready  →  stream
     the audit found rows that the stream lacked   →  heal: publish those from the table    →  stream
-    source.mode = "poll"                          →  poll for ever
+    source.mode = "poll"                          →  poll for ever, by snapshots or by claims
 
 What one life learns for the next is in `Memory`; everything that must survive a crash is in the checkpoint.
 """
@@ -17,11 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
+from psycopg import sql
 
 from relay.admin.status import progress_line
 from relay.adopt import condition
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
+from relay.claim import Claims
 from relay.config import Config
 from relay.errors import (
     AuthError,
@@ -39,14 +41,16 @@ from relay.log import PROGRESS_INTERVAL
 from relay.lsn import LSN, NOWHERE
 from relay.metrics import Metrics
 from relay.observer import observe
-from relay.outbox import Binding, Mapping, mappings
+from relay.outbox import Binding, ClaimColumns, Mapping, mappings
 from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.recovery import check_publication, drop_slot, make_slot, making_session
 from relay.routing import Router
 from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
+from relay.source.claim import ClaimTable
 from relay.source.decoder import Decoder
+from relay.source.notify import listen
 from relay.source.plugin import choose_decoder
 from relay.source.poll import Gap, PollSource
 from relay.source.replication import WalSender
@@ -87,6 +91,7 @@ class Life:
     ) -> None:
         self._config = config
         self._session = session
+        self._sink = sink
         self._progress = progress
         self._metrics = metrics
         self._stopping = stopping
@@ -100,6 +105,7 @@ class Life:
         self._opened_before = False
         self._rerouted = False  # the marks were made with another routing
         self._mappings: Sequence[Mapping] = ()
+        self._columns: dict[str, dict[str, str]] = {}  # table → column → type
         self._identity = Identity("", 0, NOWHERE, "")
 
     def stop(self) -> None:
@@ -119,7 +125,8 @@ class Life:
         self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self._pipeline.routing
         guard(checkpoint, identity.system_identifier, await store.sample())
         if config.source.mode == "poll":
-            await self._poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
+            poll = self._claim if config.poll.strategy == "claim" else self._poll
+            await poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
             return
         if memory.incomplete is not None:
             # Another relay may have been at work meanwhile, and have found the same.
@@ -168,6 +175,7 @@ class Life:
                     f"the table {mapping.table} does not exist (or this role may not see its schema)",
                     hint="run `relay setup`, or name the right table in [[outbox]]",
                 )
+            self._columns[mapping.table] = columns
             if self._write_back is not None:
                 await self._write_back.bind(self._session, mapping.table, columns)
             mapping.within(columns).bind([(name, 0) for name in columns])  # every column that the config names
@@ -314,6 +322,77 @@ class Life:
         log.info("poll.started", interval=config.poll.interval, since=str(checkpoint.snap))
         await self._rounds(checkpoint, "poll", None, from_now=from_now, interval=config.poll.interval)
 
+    async def _claim(self, checkpoint: Checkpoint, *, from_now: bool) -> None:
+        """poll.strategy = "claim": the table says what is unpublished, of what the checkpoint does not see."""
+        config, store, pipeline = self._config, self._store, self._pipeline
+        outboxes = {outbox.table: outbox for outbox in config.outbox}
+        claims = {table: ClaimColumns.of(outbox, self._columns[table]) for table, outbox in outboxes.items()}
+        if from_now and (blind := [mapping.table for mapping in self._mappings if not mapping.xid_column]):
+            raise ContractError(
+                f"{', '.join(blind)} has no xid column, so --from-now cannot tell old rows from new ones",
+                hint="mark the old rows as published, then start without --from-now; or `relay setup --adopt`",
+            )
+        since = Sample(checkpoint.snap, checkpoint.snap_lsn)
+        if checkpoint.recovery is not None:  # a round by snapshots was begun: what it published is marked nowhere
+            since = (await self._rounds(checkpoint, "poll", None, from_now=False, interval=0, single=True)).since
+            if self._stopping.is_set():
+                return
+        elif from_now:
+            since = await store.sample()
+        await store.save_polled("claim", since)
+        if await slot_info(self._session, config.source.slot) is not None and checkpoint.phase != "new":
+            await drop_slot(self._session, config.source.slot, reason="source.mode is poll")
+
+        def tables(worker: int) -> list[ClaimTable]:
+            return [
+                ClaimTable(
+                    mapping,
+                    claims[mapping.table],
+                    self._columns[mapping.table],
+                    outboxes[mapping.table].routing or config.routing,
+                    config.poll,
+                    self._route,
+                    since=since.snapshot,
+                    worker=worker,
+                    stamp=self._stamp("claim", str(mapping.ordinal)),
+                )
+                for mapping in self._mappings
+            ]
+
+        saved = dict(pipeline.marks)
+
+        async def note() -> None:
+            nonlocal saved
+            self._progress.server_lsn = (await store.sample()).lsn  # a sign of life
+            if pipeline.marks != saved:
+                saved = dict(pipeline.marks)
+                await store.save_polled("claim", since, marks=saved)
+
+        workers = Claims(config, self._sink, pipeline, self._progress, self._metrics, self._stopping, tables)
+        self._progress.enter("polling")
+        log.info("poll.started", strategy="claim", workers=config.poll.workers, since=str(since.snapshot))
+        beside = [self._tick(note), observe(config, self._metrics)]
+        if config.poll.notify:
+            beside.append(listen(config, workers.wake))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in beside]
+            try:
+                await workers.run()
+            finally:
+                for task in tasks:
+                    task.cancel()
+        with suppress(RelayError):
+            await note()
+
+    def _unpublished(self, *, claimed: bool) -> dict[str, sql.Composable]:
+        """What a table's status says of its rows, where it has one; after claiming every table has one."""
+        found = {each.table: each.unpublished for each in self._config.outbox}
+        if claimed:
+            found = {
+                each.table: ClaimColumns.of(each, self._columns[each.table]).unpublished for each in self._config.outbox
+            }
+        return {table: condition(values) for table, values in found.items() if values}
+
     async def _heal(self, checkpoint: Checkpoint, found: StreamIncomplete) -> Checkpoint:
         """Publish from the table what the stream lacked; then go on where the stream was."""
         self._progress.enter("recovering")
@@ -348,6 +427,8 @@ class Life:
             await store.save_polled(phase, sample)
             since = sample.snapshot
         pipeline.begin(NOWHERE)
+        resumed = Gap.of(checkpoint.recovery) if checkpoint.recovery else None
+        claimed = checkpoint.phase == "claim"
         async with await connect(self._config.database, f"{self._config.relay.name} poll") as reading:
             source = PollSource(
                 reading,
@@ -356,12 +437,13 @@ class Life:
                 _Rounds(store, pipeline, phase, self._write_back, complete=not single),
                 self._progress,
                 since=since,
-                resumed=Gap.of(checkpoint.recovery) if checkpoint.recovery else None,
+                resumed=resumed,
                 stamp=lambda round_: self._stamp("recovery", round_),
                 interval=interval,
                 single=single,
                 # At the first start a table with a status says itself which of its rows nobody has published.
-                only={each.table: condition(each.unpublished) for each in self._config.outbox if each.unpublished},
+                only=self._unpublished(claimed=claimed or (resumed is not None and resumed.claimed)),
+                claimed=claimed,
             )
             noted: Gap | None = None
 
@@ -374,7 +456,9 @@ class Life:
                 else:
                     self._progress.server_lsn = (await store.sample()).lsn  # a sign of life
 
-            more = () if beside is None else (beside(source),)
+            more = [] if beside is None else [beside(source)]
+            if self._config.poll.notify and not single:
+                more.append(listen(self._config, source.wake))
             if not self._stopping.is_set():
                 await self._move(source, note_place, *more, observe(self._config, self._metrics))
                 with suppress(RelayError):

@@ -112,5 +112,56 @@ class Binding:
     types: tuple[int, ...]  # type OID of each place, 0 where there is no column
 
 
+Values = dict[str, bool | str]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimColumns:
+    """How a table is claimed: which rows are open, and where their fate is noted. "" where the table has no column."""
+
+    unpublished: Values
+    write_back: Values
+    attempts: str
+    next_attempt: str
+    last_error: str
+    failed: Values
+
+    @classmethod
+    def of(cls, outbox: Outbox, existing: Collection[str]) -> ClaimColumns:
+        """Raises ContractError. The default table's `published_at` needs no words."""
+        unpublished: Values = dict(outbox.unpublished)
+        if not unpublished and "published_at" in existing:
+            unpublished = {"published_at": "NULL"}
+        write_back: Values = dict(outbox.write_back)
+        if not write_back and unpublished.get("published_at") == "NULL":
+            write_back = {"published_at": "now()"}
+        if not any(column in write_back and write_back[column] != value for column, value in unpublished.items()):
+            raise ContractError(
+                f"{outbox.table} cannot be claimed: nothing says which rows are unpublished, and what marks the others",
+                hint="say it in outbox.unpublished and outbox.write_back, for example "
+                'unpublished = { sent_at = "NULL" }, write_back = { sent_at = "now()" }',
+            )
+        claim = outbox.claim
+        parts = {part: getattr(claim, part) for part in ("attempts", "next_attempt", "last_error")}
+        for part, column in parts.items():  # what nobody named explicitly is used where it exists
+            if part not in claim.model_fields_set and column not in existing:
+                parts[part] = ""
+        found = cls(unpublished, write_back, **parts, failed=dict(claim.failed))
+        missing = [column for column in (*unpublished, *found.written) if column not in existing]
+        if missing:
+            raise ContractError(
+                f"{outbox.table} has no column {', '.join(dict.fromkeys(missing))} (it has {', '.join(existing)})",
+                hint='name the right columns under [outbox.claim] ("" for a part that the table does not have), in '
+                "outbox.unpublished and in outbox.write_back",
+            )
+        return found
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Columns that claiming sets."""
+        noted = (column for column in (self.attempts, self.next_attempt, self.last_error) if column)
+        return tuple(dict.fromkeys((*self.write_back, *noted, *self.failed)))
+
+
 def mappings(outboxes: Sequence[Outbox]) -> tuple[Mapping, ...]:
     return tuple(Mapping.of(outbox, i, several=len(outboxes) > 1) for i, outbox in enumerate(outboxes))

@@ -205,16 +205,7 @@ class Pipeline:
         while True:
             try:
                 if not self._up:
-                    self._settled = False
-                    if self._opening is not None:
-                        await self._opening()
-                    self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
-                    await self._sink.open()
-                    marks = self._sink.marks
-                    self.marks = {**marks, ROUTING: self.routing} if marks else {}
-                    if self._opened is not None:
-                        await self._opened()
-                    self.same_order = True  # opened again, it is given the same batches again
+                    await self.open()
                     if self._over:
                         return
                     self._up = True
@@ -248,6 +239,19 @@ class Pipeline:
             except RelayError as exc:
                 self.sink_failure = exc
                 raise
+
+    async def open(self) -> None:
+        """Open the sink: nobody may have taken over before and after it."""
+        self._settled = False
+        if self._opening is not None:
+            await self._opening()
+        self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
+        await self._sink.open()
+        marks = self._sink.marks
+        self.marks = {**marks, ROUTING: self.routing} if marks else {}
+        if self._opened is not None:
+            await self._opened()
+        self.same_order = True  # opened again, it is given the same batches again
 
     async def _finish(self, backoff: Backoff) -> None:
         progress, metrics, window = self._progress, self._metrics, self._window

@@ -17,6 +17,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "header_columns": {"user-id": "user_id", "project-id": "project_id"},
         "unpublished": {"status": "pending"},
         "write_back": {"status": "published", "published_at": "now()"},
+        "claim": {"attempts": "retry_count", "next_attempt": "next_retry_at", "failed": {"status": "failed"}},
     },
     # status pending | sent | failed, attempt_cnt
     "outbox": {
@@ -24,6 +25,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "columns": _NO_EXTRAS,
         "unpublished": {"status": "pending"},
         "write_back": {"status": "sent", "updated_at": "now()"},
+        "claim": {
+            "attempts": "attempt_cnt",
+            "next_attempt": "",
+            "last_error": "",
+            "failed": {"status": "failed", "updated_at": "now()"},
+        },
     },
     # names its JetStream stream and topic itself; no key: order is per stream
     "stream_outbox": {
@@ -38,8 +45,9 @@ PRESETS: dict[str, dict[str, Any]] = {
             "stream": "stream",
         },
         "routing": {"key": "{stream}"},
-        "unpublished": {"processed": "false"},
+        "unpublished": {"processed": "false", "error": "NULL"},
         "write_back": {"processed": "true", "processed_at": "now()"},
+        "claim": {"attempts": "", "next_attempt": "", "last_error": "", "failed": {"error": "{error}"}},
     },
     # published_at, retry_count, next_retry_at; one schema per service
     "service_outbox": {
@@ -47,6 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "columns": _NO_EXTRAS,
         "unpublished": {"published_at": "NULL"},
         "write_back": {"published_at": "now()", "updated_at": "now()"},
+        "claim": {"attempts": "retry_count", "next_attempt": "next_retry_at", "last_error": ""},
     },
     # Debezium's outbox event router, with its documented defaults
     "debezium": {
@@ -74,7 +83,7 @@ def applied(block: dict[str, Any]) -> dict[str, Any]:
     if preset is None:
         return block
     merged = {**preset, **block}
-    for part in ("columns", "routing"):
+    for part in ("columns", "routing", "claim"):
         if isinstance(block.get(part), dict) and part in preset:
             merged[part] = {**preset[part], **block[part]}
     return merged

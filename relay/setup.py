@@ -334,6 +334,7 @@ def _outbox(outbox: Outbox, found: Found, *, partitioned: bool) -> list[Step]:
         "component": f"outbox:{outbox.table}",
         "xid_index": f"{name}_xid_idx",
         "unpublished_index": f"{name}_unpublished_idx",
+        "waiting_index": f"{name}_waiting_idx",
         "id_index": f"{name}_id_idx",
         "default_partition": f"{name}_default",
     }

@@ -13,13 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from relay import __version__
+from relay.adopt import condition
 from relay.config import Config, Outbox
 from relay.errors import SourceUnavailable
 from relay.lsn import LSN
+from relay.outbox import ClaimColumns
 from relay.source.session import Session, connect
 from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, split, table_info
 
-_PHASES = {"stream": "streaming", "poll": "polling", "recover": "recovering", "new": "recovering", "parked": "parked"}
+_PHASES = {
+    "stream": "streaming",
+    "poll": "polling",
+    "claim": "polling",
+    "recover": "recovering",
+    "new": "recovering",
+    "parked": "parked",
+}
 _STYLES = {"streaming": "green", "polling": "yellow", "recovering": "yellow", "stopped": "red", "parked": "red"}
 
 
@@ -144,11 +153,17 @@ async def _backlog(
     snap = checkpoint["snap"] if checkpoint and checkpoint["phase"] != "new" else None
     for outbox in config.outbox:
         table = await table_info(session, outbox.table)
-        if table is None or not table.can_select or outbox.columns.xid not in table.columns:
+        if table is None or not table.can_select:
+            return None, None
+        claim = None
+        if checkpoint and checkpoint["phase"] == "claim":
+            claim = ClaimColumns.of(outbox, table.columns)
+        elif outbox.columns.xid not in table.columns:
             return None, None
         aged = outbox.columns.created_at in table.columns
         try:
-            rows = await fetch(session, backlog_query(outbox, aged=aged, snap=snap))
+            known = snap if outbox.columns.xid in table.columns else None
+            rows = await fetch(session, backlog_query(outbox, aged=aged, snap=known, claim=claim))
         except SourceUnavailable:  # took too long
             return None, None
         count, age = rows[0]
@@ -157,7 +172,7 @@ async def _backlog(
     return total, oldest
 
 
-def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None) -> str:
+def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None, claim: ClaimColumns | None = None) -> str:
     """The predicate of "not visible in S" whose cost does not grow with a long transaction elsewhere."""
     xid = sql.Identifier(outbox.columns.xid)
     pending: sql.Composable = sql.SQL("true")
@@ -167,6 +182,8 @@ def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None) -> str:
             "({xid} >= pg_snapshot_xmax({snap}::pg_snapshot)"
             " OR {xid} = ANY(ARRAY(SELECT pg_snapshot_xip({snap}::pg_snapshot))))"
         ).format(xid=xid, snap=text)
+    if claim is not None:
+        pending = sql.SQL("{} AND {}").format(condition(claim.unpublished), pending)
     age: sql.Composable = sql.SQL("NULL::float")
     if aged:
         column = sql.Identifier(outbox.columns.created_at)

@@ -11,6 +11,7 @@
 \set component 'outbox:' :schema '.' :table
 \set xid_index :table '_xid_idx'
 \set unpublished_index :table '_unpublished_idx'
+\set waiting_index :table '_waiting_idx'
 SELECT CASE WHEN current_setting('server_version_num')::int >= 180000 THEN 'uuidv7()'
        ELSE quote_ident(:'schema') || '.outbox_uuidv7()' END AS uuidv7 \gset
 -- end of psql variables
@@ -39,6 +40,9 @@ CREATE TABLE IF NOT EXISTS :"schema".:"table" (
 -- "What did snapshot S not see": for recovery, polling and replay. btree, because BRIN has no operator class for xid8.
 CREATE INDEX IF NOT EXISTS :"xid_index" ON :"schema".:"table" (xid);
 CREATE INDEX IF NOT EXISTS :"unpublished_index" ON :"schema".:"table" (seq) WHERE published_at IS NULL;
+-- The few that claim polling holds back; empty otherwise, so it costs inserts nothing.
+CREATE INDEX IF NOT EXISTS :"waiting_index" ON :"schema".:"table" (next_attempt_at)
+    WHERE published_at IS NULL AND next_attempt_at IS NOT NULL;
 
 INSERT INTO public.outbox_relay_version AS v (component, version) VALUES (:'component', 4)
 ON CONFLICT (component) DO UPDATE SET version = excluded.version, applied_at = now() WHERE v.version < excluded.version;

@@ -12,6 +12,7 @@
 \set component 'outbox:' :schema '.' :table
 \set xid_index :table '_xid_idx'
 \set unpublished_index :table '_unpublished_idx'
+\set waiting_index :table '_waiting_idx'
 \set id_index :table '_id_idx'
 \set default_partition :table '_default'
 SELECT CASE WHEN current_setting('server_version_num')::int >= 180000 THEN 'uuidv7()'
@@ -38,6 +39,9 @@ CREATE TABLE IF NOT EXISTS :"schema".:"table" (
 ) PARTITION BY RANGE (seq);
 CREATE INDEX IF NOT EXISTS :"xid_index" ON :"schema".:"table" (xid);
 CREATE INDEX IF NOT EXISTS :"unpublished_index" ON :"schema".:"table" (seq) WHERE published_at IS NULL;
+-- The few that claim polling holds back; empty otherwise, so it costs inserts nothing.
+CREATE INDEX IF NOT EXISTS :"waiting_index" ON :"schema".:"table" (next_attempt_at)
+    WHERE published_at IS NULL AND next_attempt_at IS NOT NULL;
 -- A unique index of the whole table would have to contain seq, and then says nothing: it is unique per partition.
 CREATE INDEX IF NOT EXISTS :"id_index" ON :"schema".:"table" (id);
 

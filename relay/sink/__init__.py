@@ -19,6 +19,9 @@ UNCOUNTABLE = ""
 ROUTING = "#"
 """Among the marks: a fingerprint of the routing that they were made with. Not for the sink."""
 
+BEHIND = "behind rejected event "
+"""Begins the reason of events that were rejected only because an earlier one of their key was."""
+
 
 class Sink(Protocol):
     """What the pipeline needs from a broker."""

@@ -51,10 +51,11 @@ class Gap:
     table: int = 0  # the place up to which rows are acknowledged
     seq: int | None = None
     xids: tuple[int, ...] | None = None  # only these transactions: what an audit found missing
+    claimed: bool = False  # rows were claimed since `since`: the table says which of them are unpublished
 
     @classmethod
-    def between(cls, since: Snapshot, until: Sample) -> Gap:
-        return cls(str(since), str(until.snapshot), str(until.lsn))
+    def between(cls, since: Snapshot, until: Sample, *, claimed: bool = False) -> Gap:
+        return cls(str(since), str(until.snapshot), str(until.lsn), claimed=claimed)
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Gap:
@@ -98,12 +99,15 @@ class PollSource:
         interval: float,
         single: bool = False,
         only: dict[str, sql.Composable] | None = None,
+        claimed: bool = False,
     ) -> None:
         """`resumed`: a round that was begun before; with `single` it is the only one.
 
         `only`: a further condition on a table's rows, by its name: what nobody has published before the first start.
+        `claimed`: it holds for the first round, too, because rows were published by claiming them.
         """
         self._single = single
+        self._claimed = claimed
         self._session = session
         self._tables = [_Table(mapping, route, (only or {}).get(mapping.table)) for mapping in mappings]
         self._rounds = rounds
@@ -131,7 +135,8 @@ class PollSource:
     async def batches(self) -> AsyncIterator[Batch]:
         while True:
             last = self._finishing and self._gap is None
-            gap = self._gap or Gap.between(self.since.snapshot, await self.sample())
+            gap = self._gap or Gap.between(self.since.snapshot, await self.sample(), claimed=self._claimed)
+            self._claimed = False
             found = self.persisted = self._gap is not None  # a round that was begun must be closed
             self._gap = gap
             self._places.clear()
@@ -223,7 +228,7 @@ class _Table:
         if gap.xids is not None:
             further += " AND {xid} = ANY(%(xids)s::text[]::xid8[])"
             values["xids"] = [str(xid) for xid in gap.xids]
-        if self._only is not None and gap.since == str(EMPTY):
+        if self._only is not None and (gap.claimed or gap.since == str(EMPTY)):
             further += " AND {only}"
         where: LiteralString = GAP + further if after is None else GAP + _AFTER + further
         # The inner query finds them by their transactions, whatever the planner thinks of ORDER BY … LIMIT.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.backoff import Backoff
+from relay.backoff import Backoff, retry_delay
 
 CHANCE = st.floats(0, 1, exclude_max=True)
 SECONDS = st.floats(1e-6, 3600)
@@ -39,3 +39,13 @@ def test_an_outage_may_last_for_weeks() -> None:
     waits = [backoff.next(0.999) for _ in range(10_000)]
     assert max(waits) < 60.0
     assert set(waits[6:]) == {waits[-1]}
+
+
+@given(st.integers(1, 2000), SECONDS, SECONDS, CHANCE)
+def test_a_rejected_row_waits_its_share_and_at_most_a_fifth_more(
+    attempts: int, initial: float, maximum: float, chance: float
+) -> None:
+    initial, maximum = sorted((initial, maximum))
+    nominal = min(maximum, initial * 2.0 ** min(attempts - 1, 1000))
+    assert nominal <= retry_delay(attempts, initial, maximum, chance) <= nominal * 1.2
+    assert retry_delay(1, initial, maximum, 0.0) == initial

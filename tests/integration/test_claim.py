@@ -1,0 +1,248 @@
+"""poll.strategy = "claim" on real servers: order per key, crashes, workers beside it, retries that end, wake-ups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from relay.app import Relay
+from relay.config import Config
+from relay.embedded import NatsServer
+from relay.errors import ContractError
+from relay.setup import setup
+from tests.fix_nats import Nats
+from tests.fix_postgres import Database
+from tests.integration.test_presets import CASES, Case, create, event_id, ids, marked, write
+from tests.relays import RelayProcess, config_of, eventually, settings
+from tests.scene import Scene
+from tests.sinks import read_jetstream
+from tests.tables import nats_sink, published
+
+FAST = {
+    "strategy": "claim",
+    "min_interval": "20ms",
+    "max_interval": "50ms",
+    "retry_initial": "50ms",
+    "retry_max": "100ms",
+}
+SERVED = [case for case in CASES if case.write_back]
+
+
+@contextlib.asynccontextmanager
+async def claiming(config: Config) -> AsyncIterator[Relay]:
+    async with Relay(config) as relay:
+
+        def polling() -> bool:
+            if relay._task is not None and relay._task.done():
+                relay._task.result()
+            return relay.progress.state == "polling"
+
+        await eventually(polling, "polling", context=lambda: str(relay.progress))
+        yield relay
+
+
+def configured(database: Database, case: Case, url: str, prefix: str, **poll: Any) -> Config:
+    source = {"slot": prefix, "mode": "poll"}
+    sections = settings(database.dsn, nats_sink(url, case.subjects), source=source, poll={**FAST, **poll})
+    return config_of(sections | {"outbox": [{"preset": case.preset, "table": case.table}]})
+
+
+@pytest.fixture
+async def scene(database: Database, nats: Nats, prefix: str, tmp_path: Path) -> Scene:
+    made = Scene(database.dsn, nats.url, prefix, tmp_path, poll=FAST, source={"mode": "poll"})
+    return await made.set_up()
+
+
+def unmarked(scene: Scene) -> int:
+    return int(scene.query("SELECT count(*) FROM outbox_events WHERE published_at IS NULL")[0])
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.preset)
+async def test_each_table_is_claimed_as_it_stands(
+    database: Database, own_nats: NatsServer, prefix: str, case: Case
+) -> None:
+    create(database, case)
+    config = configured(database, case, own_nats.url, prefix)
+    await setup(config)
+    write(database, case, 1, 2)
+    async with claiming(config) as relay:
+        await published(relay, 2)
+        write(database, case, 3)
+        await published(relay, 3)
+        await marked(database, case, 3)
+    async with claiming(config) as relay:  # what is marked does not come again
+        write(database, case, 4)
+        await published(relay, 1)
+        await marked(database, case, 4)
+        assert relay.progress.published_events == 1
+    assert ids(await read_jetstream(own_nats.url, "EVENTS")) == [event_id(n) for n in (1, 2, 3, 4)]
+
+
+async def test_a_table_that_says_nothing_of_its_rows_is_refused(database: Database, prefix: str) -> None:
+    case = next(case for case in CASES if case.preset == "debezium")
+    create(database, case)
+    config = configured(database, case, "nats://127.0.0.1:1", prefix)
+    await setup(config)
+    with pytest.raises(ContractError, match="cannot be claimed"):
+        async with Relay(config) as relay:
+            await relay.wait()
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G2")
+async def test_order_per_key_with_four_workers_killed_again_and_again(scene: Scene) -> None:
+    scene.configure(poll={"workers": 4, "batch": 7})
+    with scene.ledger.writing(writers=3, pause=0.01):
+        for goal in (1, 40):
+            with RelayProcess(scene.path) as relay:
+                await relay.has_published(goal)
+                relay.kill()
+    with RelayProcess(scene.path) as relay:
+        await scene.settled(relay, duplicates=0)  # the same ids: JetStream knows them
+        await eventually(lambda: unmarked(scene) == 0, "all are marked")
+        assert relay.status["state"] == "polling"
+        await relay.ready()
+        await relay.stopped()
+    assert scene.slot is None
+
+
+@pytest.mark.guarantee("G5")
+async def test_switching_between_strategies_and_to_the_stream_republishes_nothing(scene: Scene) -> None:
+    total = 0
+    steps = [("poll", "snapshot"), ("poll", "claim"), ("auto", "claim"), ("poll", "claim"), ("poll", "snapshot")]
+    for seed, (mode, strategy) in enumerate(steps, start=1):
+        scene.configure(source={"mode": mode}, poll={"strategy": strategy, "interval": "50ms"})
+        with RelayProcess(scene.path) as relay:
+            await relay.says("stream.started" if mode == "auto" else "poll.started")
+            scene.ledger.write(10, seed=seed)
+            await scene.settled(relay)
+            if strategy == "claim" and mode == "poll":
+                await eventually(lambda: unmarked_since(scene) == 0, "all are marked")
+            else:
+                await scene.covered()
+            total += relay.counter("published_events")
+            assert relay.counter("duplicate_events") == 0
+            await relay.stopped()
+    assert total == len(scene.ledger.journal)
+
+
+def unmarked_since(scene: Scene) -> int:
+    return int(
+        scene.query(
+            "SELECT count(*) FROM outbox_events, outbox_relay_checkpoint"
+            " WHERE published_at IS NULL AND NOT pg_visible_in_snapshot(xid, snap)"
+        )[0]
+    )
+
+
+async def test_beside_a_worker_of_the_application(scene: Scene) -> None:
+    """Its rows are skipped, and so are later rows of the same key; other keys flow."""
+    topic = scene.ledger.topic
+    insert = "INSERT INTO outbox_events (aggregate_id, topic, payload) VALUES (%s, %s, '{}') RETURNING id::text"
+    with psycopg.connect(scene.dsn, autocommit=True) as writer, psycopg.connect(scene.dsn) as other:
+        made = [writer.execute(insert, (key, topic)).fetchone() for key in ("a", "a", "b")]
+        first, second, third = [row[0] for row in made if row is not None]
+        other.execute("SELECT FROM outbox_events WHERE id = %s FOR UPDATE SKIP LOCKED", (first,))
+        with RelayProcess(scene.path) as relay:
+            await relay.has_published(1)
+            row = writer.execute(insert, ("b", topic)).fetchone()
+            assert row is not None
+            await relay.has_published(2)
+            assert [item.id.decode() for item in await scene.read()] == [third, row[0]]
+            other.execute("UPDATE outbox_events SET published_at = now() WHERE id = %s", (first,))  # it did it
+            other.commit()
+            await relay.has_published(3)
+            assert [item.id.decode() for item in await scene.read()] == [third, row[0], second]
+            await relay.stopped()
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.preset)
+async def test_a_rejected_event_is_tried_again_then_left_and_the_others_flow(
+    database: Database, own_nats: NatsServer, prefix: str, case: Case
+) -> None:
+    create(database, case)
+    config = configured(database, case, own_nats.url, prefix, max_attempts=3)
+    await setup(config)
+    if case.section == "S3":
+        spoil, fate = "UPDATE {} SET topic = 'payout.a b' WHERE id::text = '{}'", "NOT processed AND error IS NOT NULL"
+    else:
+        spoil = "UPDATE {} SET event_type = 'a b' WHERE id::text = '{}'"
+        fate = {
+            "S0": "status = 'failed' AND retry_count = 3 AND last_error IS NOT NULL AND next_retry_at IS NOT NULL",
+            "S1": "status = 'failed' AND attempt_cnt = 3",
+            "S4": "published_at IS NULL AND retry_count = 3",
+        }[case.section]
+    write(database, case, 1, 2, 4, 5)  # 1 and 4 have one key
+    database.execute(spoil.format(case.table, event_id(1)))
+    async with claiming(config) as relay:
+        await published(relay, 3)
+        await eventually(
+            lambda: database.query(f"SELECT 1 FROM {case.table} WHERE {fate}"),  # type: ignore[arg-type]
+            "it failed",
+            context=lambda: str(database.query(f"SELECT * FROM {case.table}")),  # type: ignore[arg-type]
+        )
+        await marked(database, case, 3)
+        assert relay.progress.rejected_events == 3
+        write(database, case, 7)  # of the same key, too
+        await published(relay, 4)
+    stored = ids(await read_jetstream(own_nats.url, "EVENTS"))
+    assert sorted(stored) == [event_id(n) for n in (2, 4, 5, 7)]
+
+
+async def test_an_outage_costs_no_attempt(database: Database, own_nats: NatsServer, prefix: str) -> None:
+    case = next(case for case in CASES if case.preset == "event_outbox")
+    create(database, case)
+    config = configured(database, case, own_nats.url, prefix, max_attempts=1)
+    await setup(config)
+    async with claiming(config) as relay:
+        write(database, case, 1)
+        await published(relay, 1)
+        own_nats.stop()
+        write(database, case, 2, 3)
+        await eventually(
+            lambda: relay.progress.sink_reconnects > 2, "it tries again", context=lambda: str(relay.progress)
+        )
+        assert database.query(
+            "SELECT DISTINCT status, retry_count, last_error FROM event_outbox WHERE id::text > %s", event_id(1)
+        ) == [("pending", 0, None)]
+        with psycopg.connect(database.dsn) as other:  # nor are rows locked meanwhile
+            locked = other.execute("SELECT FROM event_outbox WHERE status = 'pending' FOR UPDATE NOWAIT").fetchall()
+            assert len(locked) == 2
+        own_nats.start()
+        await published(relay, 3)
+        await marked(database, case, 3)
+    assert set(ids(await read_jetstream(own_nats.url, "EVENTS"))) == {event_id(n) for n in (1, 2, 3)}
+
+
+async def test_the_interval_grows_while_nothing_comes_and_notify_ends_the_wait(scene: Scene) -> None:
+    """With an hour between two looks, only a NOTIFY explains that events arrive."""
+    for strategy in ("claim", "snapshot"):
+        scene.configure(
+            poll={"strategy": strategy, "min_interval": "1ms", "max_interval": "1h", "interval": "1h", "notify": "wake"}
+        )
+        with RelayProcess(scene.path) as relay:
+            await relay.says("poll.started")
+            before = relay.counter("published_events")
+            if strategy == "claim":
+                await eventually(lambda: not claims_soon(scene), "it looks less and less often")
+            for seed in (1, 2):
+                scene.ledger.write(5, seed=seed)
+                scene.execute("NOTIFY wake")
+                await relay.has_published(before + 5 * seed)
+            await relay.stopped()
+
+
+def claims_soon(scene: Scene) -> bool:
+    """Whether the worker has looked within the last second: its intervals are 1, 2, 4 … ms."""
+    return bool(
+        scene.query(
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s"
+            " AND (query_start > now() - interval '1 s' OR query_start IS NULL)",
+            "%claim 0",
+        )[0]
+    )
