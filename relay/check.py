@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.config import Config, Outbox
-from relay.errors import RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
+from relay.errors import ContractError, RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
 from relay.lsn import LSN
-from relay.setup import RELAY_TABLES
+from relay.setup import RELAY_TABLES, written
 from relay.sink import open_sink
 from relay.source.session import Session, connect
 from relay.source.slot import (
@@ -105,8 +105,13 @@ async def _inspect(session: Session, config: Config) -> list[Finding]:
     tables = [(outbox, await table_info(session, outbox.table)) for outbox in config.outbox]
     for outbox, table in tables:
         findings += list(_outbox(outbox, table, server.user))
-        if table is not None and outbox.write_back:
-            findings += await _write_back(session, outbox, table, server.user)
+        if table is not None:
+            try:
+                columns = written(config, outbox, table)
+            except ContractError as exc:
+                findings.append(Finding("error", outbox.table, str(exc), exc.hint))
+            else:
+                findings += await _write_back(session, outbox, table, server.user, columns) if columns else []
     findings += await _relay_tables(session, server.user)
     if config.source.plugin == "pgoutput":
         publication = await publication_info(session, config.source.publication)
@@ -115,7 +120,7 @@ async def _inspect(session: Session, config: Config) -> list[Finding]:
         findings += await _plugin(session, config.source.plugin)
     heals = config.source.mode == "auto" and all(table and _recoverable(outbox, table) for outbox, table in tables)
     findings += list(_slot(slot, server, config, await _checkpoint_lsn(session, config), heals=heals))
-    if slot is None:
+    if slot is None and config.source.mode != "poll":
         findings += await _blockers(session)
     return findings
 
@@ -268,8 +273,10 @@ def _outbox(outbox: Outbox, table: TableInfo | None, user: str) -> Iterator[Find
         yield Finding("ok", subject, f"has the {len(wanted)} columns that the relay reads")
 
 
-async def _write_back(session: Session, outbox: Outbox, table: TableInfo, user: str) -> list[Finding]:
-    subject, columns = outbox.table, list(outbox.write_back)
+async def _write_back(
+    session: Session, outbox: Outbox, table: TableInfo, user: str, columns: list[str]
+) -> list[Finding]:
+    subject = outbox.table
     unknown = [column for column in columns if column not in table.columns]
     if unknown:
         remedy = "correct outbox.write_back, or set it to {} if nobody reads such a column"
@@ -462,6 +469,9 @@ def _slot(
     slot: SlotInfo | None, server: ServerInfo, config: Config, checkpoint: LSN | None, *, heals: bool
 ) -> Iterator[Finding]:
     subject = f"slot {config.source.slot}"
+    if slot is None and config.source.mode == "poll":
+        yield Finding("ok", subject, 'does not exist: source.mode = "poll" needs none')
+        return
     if slot is None and checkpoint is None:
         yield Finding("ok", subject, "does not exist yet: the first `relay run` creates it")
         return

@@ -22,6 +22,7 @@ from rich.text import Text
 from relay.adopt import Saved, Step, adoption, continued, count_unpublished
 from relay.config import Columns, Config, Outbox
 from relay.errors import AuthError, ConfigError, ContractError, SetupError, SourceUnavailable
+from relay.outbox import ClaimColumns
 from relay.source.session import Session, connect, translated
 from relay.source.slot import (
     PublicationInfo,
@@ -211,7 +212,11 @@ async def look(session: Session, config: Config, wish: Wish) -> Found:
         outboxes=outboxes,
         growing=frozenset(name for (name,) in growing),
         publication=await publication_info(session, config.source.publication),
-        role=await _look_at_role(session, wish.role, config.outbox) if wish.role else None,
+        role=await _look_at_role(
+            session, wish.role, [(outbox, written(config, outbox, outboxes[outbox.table])) for outbox in config.outbox]
+        )
+        if wish.role
+        else None,
         unpublished=unpublished,
         broken_indexes=frozenset(broken),
         slot=await slot_info(session, wish.from_slot) if wish.from_slot else None,
@@ -225,12 +230,15 @@ async def _saved(session: Session, config: Config) -> Saved | None:
     return Saved(*rows[0]) if rows else None
 
 
-async def _look_at_role(session: Session, role: str, outboxes: Sequence[Outbox]) -> Role:
+async def _look_at_role(session: Session, role: str, outboxes: Sequence[tuple[Outbox, Sequence[str]]]) -> Role:
+    """`outboxes`: each with the columns that the relay sets."""
     rows = await fetch(session, "SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = %s", role)
     if not rows:
         return Role(role, exists=False, replication=False, granted=False)
     wanted = [("public", name, right) for name in RELAY_TABLES for right in ("SELECT", "INSERT", "UPDATE", "DELETE")]
-    wanted += [(*split(outbox.table), "SELECT") for outbox in outboxes] + [("public", "outbox_relay_version", "SELECT")]
+    wanted += [(*split(outbox.table), "SELECT") for outbox, _ in outboxes] + [
+        ("public", "outbox_relay_version", "SELECT")
+    ]
     schemas, names, rights = (list(part) for part in zip(*wanted, strict=True))
     granted = await fetch(
         session,
@@ -247,7 +255,7 @@ async def _look_at_role(session: Session, role: str, outboxes: Sequence[Outbox])
         names,
         rights,
     )
-    marked = [(*split(outbox.table), column) for outbox in outboxes for column in outbox.write_back]
+    marked = [(*split(outbox.table), column) for outbox, columns in outboxes for column in columns]
     writes = await fetch(
         session,
         """
@@ -272,7 +280,7 @@ def plan(config: Config, found: Found, wish: Wish) -> list[Step]:
     if wish.from_slot is not None:
         steps.append(continued(config, found.server, found.slot, found.saved, wish.from_slot))
     if found.role:
-        steps += _role(found.role, config)
+        steps += _role(found.role, config, found)
     for outbox in config.outbox:
         table = found.outboxes[outbox.table]
         if wish.adopt and table is not None:
@@ -378,7 +386,17 @@ def _publication(config: Config, found: Found) -> list[Step]:
     return steps
 
 
-def _role(role: Role, config: Config) -> list[Step]:
+def written(config: Config, outbox: Outbox, table: TableInfo | None) -> list[str]:
+    """Columns of an outbox table that the relay sets: what is written back, and what claiming notes."""
+    if config.source.mode != "poll" or config.poll.strategy != "claim":
+        return list(outbox.write_back)
+    existing = (
+        table.columns if table else (*Columns.model_fields, "published_at", "attempts", "next_attempt_at", "last_error")
+    )
+    return list(ClaimColumns.of(outbox, existing).written)
+
+
+def _role(role: Role, config: Config, found: Found) -> list[Step]:
     subject = f"role {role.name}"
     name = _identifier(role.name)
     if not role.exists:
@@ -394,8 +412,8 @@ def _role(role: Role, config: Config) -> list[Step]:
     for outbox in config.outbox:
         schema, table = split(outbox.table)
         grants.append(load("roles.sql", {"role": role.name, "schema": schema, "table": table}))
-        if outbox.write_back:
-            columns = ", ".join(_identifier(column) for column in outbox.write_back)
+        if marked := written(config, outbox, found.outboxes[outbox.table]):
+            columns = ", ".join(map(_identifier, marked))
             grants.append(f"GRANT UPDATE ({columns}) ON {_qualified(outbox.table)} TO {name};\n")
     return [*steps, Step(f"rights of {role.name}", "altered", "\n".join(grants))]
 

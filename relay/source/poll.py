@@ -134,6 +134,7 @@ class PollSource:
 
     async def batches(self) -> AsyncIterator[Batch]:
         while True:
+            self._woken.clear()  # before the snapshot: a wake-up from now on may be about what it does not see
             last = self._finishing and self._gap is None
             gap = self._gap or Gap.between(self.since.snapshot, await self.sample(), claimed=self._claimed)
             self._claimed = False
@@ -178,7 +179,6 @@ class PollSource:
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
     async def _wait(self) -> None:
-        self._woken.clear()
         if self._finishing:
             return
         try:

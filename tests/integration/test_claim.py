@@ -9,8 +9,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from pydantic import SecretStr
 
 from relay.app import Relay
+from relay.check import check
 from relay.config import Config
 from relay.embedded import NatsServer
 from relay.errors import ContractError
@@ -91,6 +93,29 @@ async def test_a_table_that_says_nothing_of_its_rows_is_refused(database: Databa
     with pytest.raises(ContractError, match="cannot be claimed"):
         async with Relay(config) as relay:
             await relay.wait()
+
+
+async def test_the_role_gets_the_rights_that_claiming_needs(
+    database: Database, own_nats: NatsServer, prefix: str
+) -> None:
+    case = next(case for case in CASES if case.preset == "event_outbox")
+    create(database, case)
+    config = configured(database, case, own_nats.url, prefix)
+    await setup(config, role=prefix)
+    try:
+        assert {step.action for step in await setup(config, role=prefix)} == {"present"}
+        dsn = config.database.model_copy(update={"dsn": SecretStr(database.dsn_for(prefix))})
+        own = config.model_copy(update={"database": dsn})
+        assert not [finding for finding in await check(own, broker=False) if finding.level == "error"]
+        async with claiming(own) as relay:
+            write(database, case, 1)
+            await published(relay, 1)
+            await marked(database, case, 1)
+        database.execute(f"REVOKE UPDATE (retry_count) ON event_outbox FROM {prefix}")
+        (finding,) = [finding for finding in await check(own, broker=False) if finding.level == "error"]
+        assert "may not write back" in finding.message
+    finally:
+        database.execute(f"DROP OWNED BY {prefix}; DROP ROLE {prefix}")
 
 
 @pytest.mark.guarantee("G1")
@@ -182,9 +207,9 @@ async def test_a_rejected_event_is_tried_again_then_left_and_the_others_flow(
     async with claiming(config) as relay:
         await published(relay, 3)
         await eventually(
-            lambda: database.query(f"SELECT 1 FROM {case.table} WHERE {fate}"),  # type: ignore[arg-type]
+            lambda: database.query(f"SELECT 1 FROM {case.table} WHERE {fate}"),
             "it failed",
-            context=lambda: str(database.query(f"SELECT * FROM {case.table}")),  # type: ignore[arg-type]
+            context=lambda: str(database.query(f"SELECT * FROM {case.table}")),
         )
         await marked(database, case, 3)
         assert relay.progress.rejected_events == 3
