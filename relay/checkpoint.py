@@ -174,9 +174,9 @@ class CheckpointStore:
         """A row of history, from which any later point can be replayed; old ones go."""
         with translated():
             await self._session.execute(
-                "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap)"
-                " VALUES (%s, now(), %s, %s::pg_snapshot)",
-                (self._relay, str(lsn), str(sample.snapshot)),
+                "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap, snap_lsn, wal_lsn)"
+                " VALUES (%s, now(), %s, %s::pg_snapshot, %s, pg_current_wal_insert_lsn())",
+                (self._relay, str(lsn), str(sample.snapshot), str(sample.lsn)),
             )
             await self._session.execute(
                 "DELETE FROM public.outbox_relay_history WHERE relay = %s AND at < now() - make_interval(secs => %s)",

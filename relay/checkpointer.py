@@ -58,6 +58,7 @@ class Checkpointer:
         self._write_back = write_back
         self._saved_lsn, self._promoted, unseen = saved
         self._saved_sample_lsn = self._promoted.lsn
+        self._saved_injections = pipeline.injections
         self._remembered_at = time.monotonic()
         self._remembered_events = progress.published_events
         self.agreed = False  # a window with rows in it was found complete
@@ -103,6 +104,9 @@ class Checkpointer:
 
     async def save(self) -> None:
         acknowledged, promoted = self._pipeline.acknowledged, self._promoted
+        if self._pipeline.injections != self._saved_injections:  # they moved the marks, and nothing else
+            await self._save()
+            return
         events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
         if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
             return
@@ -115,7 +119,9 @@ class Checkpointer:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
         # Together: a mark must not be newer than the LSN that it is saved with.
         acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.marks)
+        injections = self._pipeline.injections
         await self._store.save(acknowledged, promoted, self.audit.unseen, marks=marks)
+        self._saved_injections = injections
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)

@@ -24,6 +24,7 @@ from relay.adopt import condition
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
 from relay.claim import Claims
+from relay.config import Checkpoint as CheckpointSection
 from relay.config import Config
 from relay.errors import (
     AuthError,
@@ -45,6 +46,7 @@ from relay.outbox import Binding, ClaimColumns, Mapping, mappings
 from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.recovery import check_publication, drop_slot, make_slot, making_session
+from relay.requests import Requests
 from relay.routing import Router
 from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
@@ -434,7 +436,7 @@ class Life:
                 reading,
                 [mapping for mapping in self._mappings if mapping.recoverable],
                 self._route,
-                _Rounds(store, pipeline, phase, self._write_back, complete=not single),
+                _Rounds(store, pipeline, phase, self._write_back, self._config.checkpoint, complete=not single),
                 self._progress,
                 since=since,
                 resumed=resumed,
@@ -456,7 +458,9 @@ class Life:
                 else:
                     self._progress.server_lsn = (await store.sample()).lsn  # a sign of life
 
-            more = [] if beside is None else [beside(source)]
+            more = [*self._requests()] if beside is None and not single else []
+            if beside is not None:
+                more.append(beside(source))
             if self._config.poll.notify and not single:
                 more.append(listen(self._config, source.wake))
             if not self._stopping.is_set():
@@ -553,11 +557,25 @@ class Life:
                 self._memory.failed_audits = 0
 
         try:
-            await self._move(source, tick, source.attend(), observe(config, self._metrics))
+            await self._move(source, tick, source.attend(), observe(config, self._metrics), *self._requests())
         finally:
             # Whatever ended it: what is acknowledged shall not come again. If this fails, too, it will: no harm done.
             with suppress(RelayError):
                 await checkpointer.save()
+
+    def _requests(self) -> Sequence[Coroutine[None, None, None]]:
+        """Serve requests, if ours is a sink that nobody else may write to."""
+        if not Requests.needed(self._config):
+            return ()
+
+        async def distrust_counts() -> None:
+            if self._pipeline.marks:
+                await self._store.save_marks({UNCOUNTABLE: 1})
+
+        def stamp(run: str) -> bytes:
+            return self._stamp("replay", run)
+
+        return (Requests(self._config, self._pipeline, self._progress, stamp, distrust_counts).run(),)
 
     async def _move(
         self, source: Source, tick: Callable[[], Awaitable[None]], *beside: Coroutine[None, None, None]
@@ -638,7 +656,14 @@ class _Rounds:
     """What a poll source needs of the pipeline and of the store."""
 
     def __init__(
-        self, store: CheckpointStore, pipeline: Pipeline, phase: str, write_back: WriteBack | None, *, complete: bool
+        self,
+        store: CheckpointStore,
+        pipeline: Pipeline,
+        phase: str,
+        write_back: WriteBack | None,
+        history: CheckpointSection,
+        *,
+        complete: bool,
     ) -> None:
         """`complete`: its rounds show all that is committed, not only certain transactions."""
         self._complete = complete
@@ -646,6 +671,8 @@ class _Rounds:
         self._pipeline = pipeline
         self._phase = phase
         self._write_back = write_back
+        self._history = history
+        self._remembered_at = time.monotonic()
 
     async def begin(self, gap: Gap) -> None:
         await self._store.save_round(self._phase, gap.to_json())
@@ -658,4 +685,8 @@ class _Rounds:
             await self._write_back.caught_up()
         await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)
         if self._complete:
+            now = time.monotonic()
+            if now - self._remembered_at >= self._history.history_interval:
+                self._remembered_at = now
+                await self._store.remember(gap.sample.lsn, gap.sample, self._history.history_retention)
             self._pipeline.settle()  # everything that was committed when the round began has been shown

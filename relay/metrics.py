@@ -53,6 +53,7 @@ _COUNTERS = (
     ("published_bytes", "relay_published_bytes", "Bytes of events that the sink acknowledged."),
     ("skipped_events", "relay_events_skipped", "Events skipped because the checkpoint already covers them."),
     ("recovered_events", "relay_events_recovered", "Events published from the table."),
+    ("replayed_events", "relay_events_replayed", "Events that the relay published again, on request."),
     ("duplicate_events", "relay_events_duplicate", "Events that the sink already held."),
     ("rejected_events", "relay_events_rejected", "Events that the sink can never take."),
     ("publish_attempts", "relay_publish_attempts", "Events handed to the sink, retries included."),

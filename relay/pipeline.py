@@ -12,7 +12,8 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import structlog
 
@@ -34,13 +35,14 @@ log = structlog.get_logger("relay.pipeline")
 class _Pending:
     """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
 
-    __slots__ = ("batch", "events", "submitted_at", "task")
+    __slots__ = ("batch", "events", "injected", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
         self.submitted_at = 0.0
         self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
+        self.injected: asyncio.Future[Sequence[Rejected]] | None = None  # it is not the source's
 
 
 class Pipeline:
@@ -84,6 +86,11 @@ class Pipeline:
         self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
         self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
         self._settled = False
+        self._group: asyncio.TaskGroup | None = None  # while it runs
+        self._ending = False  # nothing is injected any more
+        self._injecting = False
+        self._uncountable = 0  # what the sink itself says of its marks
+        self.injections = 0  # batches that were injected and acknowledged
         self.begin(start)
 
     def begin(self, start: LSN, audit: Audit | None = None) -> None:
@@ -101,6 +108,42 @@ class Pipeline:
         """Return when everything that was handed on is acknowledged."""
         await self._emptied.wait()
 
+    @contextmanager
+    def injecting(self) -> Iterator[None]:
+        """Meanwhile the marks say that what lies beyond them is not only the source's events in their order.
+
+        On a regular end everything injected is covered by the marks; else they go on saying so, for the next life.
+        """
+        self._injecting = True
+        self._note_marks({})
+        try:
+            yield
+        except RelayError as exc:
+            if not isinstance(exc, TransientError):  # a page that was refused: it is over, too
+                self._end_injecting()
+            raise
+        self._end_injecting()
+
+    def _end_injecting(self) -> None:
+        self._injecting = False
+        if self.marks:
+            self.marks[UNCOUNTABLE] = self._uncountable
+
+    async def inject(self, batch: Batch) -> Sequence[Rejected]:
+        """Publish a batch that is not the source's, between its batches; returns when it is acknowledged.
+
+        It has no position: nothing is confirmed, audited or written back for it, and what the sink rejects of it is
+        returned. Within the same bounds as the others. When the pipeline ends, it waits to be cancelled.
+        """
+        await self._wait_for_room()
+        if self._ending or self._group is None:
+            await asyncio.get_running_loop().create_future()
+        assert self._group is not None
+        pending = _Pending(batch)
+        pending.injected = asyncio.get_running_loop().create_future()
+        self._append(pending, self._group)
+        return await pending.injected
+
     async def run(self, source: Source) -> None:
         """Until the source ends, fails, or `stop` is called; then drains the window before it returns or raises."""
         try:
@@ -110,12 +153,17 @@ class Pipeline:
             progress = self._progress
             progress.in_flight_events = progress.in_flight_bytes = 0
             progress.oldest_in_flight = progress.oldest_commit_at = None
+            self._group = None
+            for pending in self._window:
+                if pending.injected is not None:
+                    pending.injected.cancel()
             self._window.clear()
             self._emptied.set()
 
     async def _run(self, source: Source) -> None:
-        self._over = False
+        self._over = self._ending = False
         async with asyncio.TaskGroup() as group:
+            self._group = group
             completer = group.create_task(self._complete(group))
             self._reader = group.create_task(self._read(source.batches(), group))
             try:
@@ -138,13 +186,17 @@ class Pipeline:
 
     def stop(self) -> None:
         """Read no more; `run` drains and returns."""
+        self._ending = True
         if self._reader is not None:
             self._reader.cancel()
 
     async def _read(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> TransientError | None:
         """Hand on what the source has; a source that went away is returned, not raised: the window drains first."""
         try:
-            await self._hand_on(batches, group)
+            try:
+                await self._hand_on(batches, group)
+            finally:
+                self._ending = True
             # A source that has no more is done when everything is acknowledged, however long the broker is away: the
             # recovery takes our return as "all published". `stop` ends it all the same.
             await self._emptied.wait()
@@ -153,7 +205,7 @@ class Pipeline:
         return None
 
     async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
-        progress, delivery, window = self._progress, self._delivery, self._window
+        window = self._window
         async for batch in batches:
             if batch.rejected:
                 self._reject(batch.rejected)
@@ -166,26 +218,34 @@ class Pipeline:
                 else:
                     self._advance(batch)
                 continue
-            while (
-                progress.in_flight_events >= delivery.max_in_flight_events
-                or progress.in_flight_bytes >= delivery.max_in_flight_bytes
-            ):
-                self._room.clear()
-                await self._room.wait()
+            await self._wait_for_room()
             pending = _Pending(batch)
             if self._write_back is not None:
                 pending.events = batch.events[:]
                 await self._write_back.room()
-            if not window:
-                progress.oldest_in_flight = batch.received_at
-                progress.oldest_commit_at = batch.events[0].transaction.committed_at
-                self._emptied.clear()
-                self._filled.set()
-            window.append(pending)
-            progress.in_flight_events += batch.count
-            progress.in_flight_bytes += batch.size_bytes
-            if self._up:
-                self._submit(pending, group)
+            self._append(pending, group)
+
+    async def _wait_for_room(self) -> None:
+        progress, delivery = self._progress, self._delivery
+        while (
+            progress.in_flight_events >= delivery.max_in_flight_events
+            or progress.in_flight_bytes >= delivery.max_in_flight_bytes
+        ):
+            self._room.clear()
+            await self._room.wait()
+
+    def _append(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
+        progress, batch = self._progress, pending.batch
+        if not self._window:
+            progress.oldest_in_flight = batch.received_at
+            progress.oldest_commit_at = _oldest(batch)
+            self._emptied.clear()
+            self._filled.set()
+        self._window.append(pending)
+        progress.in_flight_events += batch.count
+        progress.in_flight_bytes += batch.size_bytes
+        if self._up:
+            self._submit(pending, group)
 
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
@@ -248,7 +308,8 @@ class Pipeline:
         self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
         await self._sink.open()
         marks = self._sink.marks
-        self.marks = {**marks, ROUTING: self.routing} if marks else {}
+        self.marks, self._uncountable = {}, 0
+        self._note_marks({**marks, ROUTING: self.routing} if marks else {})
         if self._opened is not None:
             await self._opened()
         self.same_order = True  # opened again, it is given the same batches again
@@ -265,7 +326,7 @@ class Pipeline:
             if isinstance(outcome, RelayError):
                 progress.publish_failures += len(pending.batch.events)
                 raise outcome
-            if outcome:
+            if outcome and pending.injected is None:
                 self._reject(outcome)
             if self._write_back is not None:
                 self._write_back.acknowledged(pending.events)
@@ -273,7 +334,8 @@ class Pipeline:
             batch = pending.batch
             progress.in_flight_events -= batch.count
             progress.in_flight_bytes -= batch.size_bytes
-            progress.published_events += batch.count
+            if pending.injected is None:
+                progress.published_events += batch.count
             progress.published_bytes += batch.size_bytes
             progress.duplicate_events = self._sink.duplicates
             if backoff.attempt or progress.last_error:
@@ -282,15 +344,19 @@ class Pipeline:
             committed_at = batch.events[0].transaction.committed_at if batch.events else 0.0
             delivery = time.time() - committed_at if committed_at else None
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
-            self.last_event_lsn = batch.end_lsn
-            self.published += batch.count
-            if batch.marks:
-                self.marks |= batch.marks
+            self._note_marks(batch.marks)
+            if pending.injected is None:
+                self.last_event_lsn = batch.end_lsn
+                self.published += batch.count
+            else:
+                self.injections += 1
+                if not pending.injected.done():
+                    pending.injected.set_result(outcome)
             self._advance(batch)
             if window:
                 head = window[0].batch
                 progress.oldest_in_flight = head.received_at
-                progress.oldest_commit_at = head.events[0].transaction.committed_at if head.events else None
+                progress.oldest_commit_at = _oldest(head)
             else:
                 progress.oldest_in_flight = progress.oldest_commit_at = None
                 self._emptied.set()
@@ -304,6 +370,12 @@ class Pipeline:
         for pending in self._window:
             if pending.task is not None and isinstance(pending.task.result(), RelayError):
                 pending.task = None
+
+    def _note_marks(self, marks: Mapping[str, int]) -> None:
+        self._uncountable = marks.get(UNCOUNTABLE, self._uncountable)
+        self.marks |= marks
+        if self._injecting and self.marks:
+            self.marks[UNCOUNTABLE] = 1
 
     def _advance(self, batch: Batch) -> None:
         if batch.transactions and self.audit is not None:
@@ -325,3 +397,8 @@ class Pipeline:
             hint="correct what the reason names (a larger limit of the broker, the routing, the configuration), then "
             "start the relay again: it continues with this event",
         )
+
+
+def _oldest(batch: Batch) -> float | None:
+    """When the batch's first event was committed (Unix time), where that is known: of rows of a table it is not."""
+    return (batch.events[0].transaction.committed_at or None) if batch.events else None

@@ -28,6 +28,7 @@ class Progress:
     published_bytes: int = 0
     skipped_events: int = 0  # transactions that the checkpoint's snapshot already sees
     recovered_events: int = 0  # published from the table
+    replayed_events: int = 0  # published again, on request
     duplicate_events: int = 0  # the broker said: already stored
     rejected_events: int = 0
     publish_attempts: int = 0

@@ -149,7 +149,7 @@ class Requests:
             state,
             request.published,
             request.skipped,
-            orjson.dumps(request.place).decode(),
+            orjson.dumps(list(request.place)).decode(),
             error,
             request.id,
         )

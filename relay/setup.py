@@ -37,9 +37,15 @@ from relay.source.slot import (
     table_info,
 )
 
-RELAY_TABLES = ("outbox_relay_checkpoint", "outbox_relay_history", "outbox_dead_letters")
-VERSION = 5  # the highest numbered file
-_RELAY_VERSION = 2  # the highest file that changes the relay's own tables
+RELAY_TABLES = (
+    "outbox_relay_checkpoint",
+    "outbox_relay_history",
+    "outbox_dead_letters",
+    "outbox_relay_bookmarks",
+    "outbox_relay_requests",
+)
+VERSION = 6  # the highest numbered file
+_RELAY_VERSION = 6  # the highest file that changes the relay's own tables
 ATTEMPTS = 30  # to get the lock that adopting a table needs
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox_relay_setup', 0))"
 
@@ -306,7 +312,7 @@ def _relay_tables(found: Found) -> Step:
     missing = set(RELAY_TABLES) - found.relay_tables
     if not missing and found.versions.get("relay", 0) >= _RELAY_VERSION:
         return Step(subject, "present")
-    text = load("001_version.sql") + "\n" + load("002_relay_tables.sql")
+    text = "\n".join(map(load, ("001_version.sql", "002_relay_tables.sql", "006_replay.sql")))
     return Step(subject, "altered" if found.relay_tables else "created", text)
 
 

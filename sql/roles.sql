@@ -26,7 +26,8 @@ CREATE ROLE :"role" LOGIN REPLICATION;
 
 GRANT USAGE ON SCHEMA public TO :"role";
 GRANT SELECT, INSERT, UPDATE, DELETE ON
-    public.outbox_relay_checkpoint, public.outbox_relay_history, public.outbox_dead_letters TO :"role";
+    public.outbox_relay_checkpoint, public.outbox_relay_history, public.outbox_dead_letters,
+    public.outbox_relay_bookmarks, public.outbox_relay_requests TO :"role";
 GRANT SELECT ON public.outbox_relay_version TO :"role";
 GRANT USAGE ON SCHEMA :"schema" TO :"role";
 GRANT SELECT ON :"schema".:"table" TO :"role";

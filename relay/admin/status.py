@@ -15,6 +15,7 @@ _COUNTERS = (
     "published_bytes",
     "skipped_events",
     "recovered_events",
+    "replayed_events",
     "duplicate_events",
     "rejected_events",
     "publish_attempts",

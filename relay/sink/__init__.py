@@ -65,6 +65,30 @@ class Sink(Protocol):
         """Let go of the connection; never waits for the broker. Safe to call in any state, and more than once."""
 
 
+def open_plain_sink(config: Config) -> Sink:
+    """A sink for somebody who is not the active relay: without its fence, without its transactional id."""
+    match config.sink.kind:
+        case "jetstream":
+            from relay.sink.jetstream import JetStreamSink  # noqa: PLC0415
+
+            return JetStreamSink(config.sink.jetstream.model_copy(update={"mode": "shared"}))
+        case "kafka":
+            from relay.sink.kafka import KafkaSink  # noqa: PLC0415
+
+            return KafkaSink(config.sink.kafka)
+        case "console":
+            return open_sink(config)
+
+
+async def exclusive(config: Config) -> bool:
+    """Whether only the active relay may write to the broker's destinations; asks the broker if it has to."""
+    if config.sink.kind != "jetstream":
+        return False
+    from relay.sink.jetstream import is_fenced  # noqa: PLC0415
+
+    return await is_fenced(config.sink.jetstream)
+
+
 def open_sink(config: Config) -> Sink:
     """The sink that `sink.kind` names, not yet connected."""
     match config.sink.kind:

@@ -59,6 +59,11 @@ class JetStreamSink:
         """Events that were sent and are not acknowledged."""
         return self._window.on_the_wire if self._window else 0
 
+    @property
+    def fenceable(self) -> bool:
+        """After `open`: whether mode `auto` would publish with a fence."""
+        return self._streams.fenced("auto")
+
     async def open(self) -> None:
         await self.close()
         connection = NatsConnection(self._config, direct=self._direct)
@@ -158,6 +163,18 @@ class JetStreamSink:
             window.fail(SinkUnavailable("the connection to NATS was closed"))
         if connection is not None:
             await connection.close()
+
+
+async def is_fenced(config: JetStream) -> bool:
+    """Whether a relay with this configuration publishes with a fence: then nobody else may write to its streams."""
+    if config.mode != "auto":
+        return config.mode == "fenced"
+    sink = JetStreamSink(config.model_copy(update={"mode": "shared"}))
+    try:
+        await sink.open()
+        return sink.fenceable
+    finally:
+        await sink.close()
 
 
 def _report(chain: Chain) -> None:

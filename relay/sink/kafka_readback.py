@@ -97,13 +97,14 @@ def read(
 def read_ids(
     options: Mapping[str, Any], spans: Mapping[str, tuple[int, int]], origin: str, ending: Callable[[], bool]
 ) -> Held:
-    """Ids of the events that are ours."""
+    """Ids of the events that are ours; a replay's copies are not what the relay published."""
     held: Held = {}
     ours = f"{origin}:".encode()
 
     def visit(message: Any, name: str) -> None:
         headers = dict(cast("list[tuple[str, bytes]]", message.headers() or []))
-        if (headers.get("relay-position") or b"").startswith(ours) and "id" in headers:
+        replayed = "relay-replayed" in headers
+        if (headers.get("relay-position") or b"").startswith(ours) and "id" in headers and not replayed:
             held[headers["id"]] = name, message.offset()
 
     read(options, spans, visit, ending)

@@ -116,12 +116,18 @@ async def read_chain(
     places: list[bytes | None] = [None] * (last - mark)
     strangers = []
     for seq, headers in sorted(found.items()):
-        event_id, position = headers.get("nats-msg-id") or headers.get("id"), headers.get("relay-position", "")
+        event_id, position = headers.get("nats-msg-id") or _own_id(headers), headers.get("relay-position", "")
         if event_id is None or not position.startswith(f"{origin}:"):
             strangers.append(position or f"an unknown writer (sequence {seq})")
         else:
             places[seq - mark - 1] = event_id.encode()
     return Chain(name, mark, places, counting=counting), strangers
+
+
+def _own_id(headers: dict[str, str]) -> str | None:
+    """Of a message without a message id: its event's, or what a replay made of that."""
+    event_id, run = headers.get("id"), headers.get("relay-replayed")
+    return f"{event_id}:replay:{run}" if event_id and run else event_id
 
 
 async def _ask(

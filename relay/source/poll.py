@@ -109,7 +109,7 @@ class PollSource:
         self._single = single
         self._claimed = claimed
         self._session = session
-        self._tables = [_Table(mapping, route, (only or {}).get(mapping.table)) for mapping in mappings]
+        self._tables = [TableRows(mapping, route, (only or {}).get(mapping.table)) for mapping in mappings]
         self._rounds = rounds
         self._progress = progress
         self._stamp = stamp
@@ -202,7 +202,7 @@ class PollSource:
                 yield Batch(events, LSN(self._handed), size, time.monotonic(), rejected)
 
 
-class _Table:
+class TableRows:
     """The queries and the rows of one table."""
 
     def __init__(self, mapping: Mapping, route: Callable[[Binding], Router], only: sql.Composable | None) -> None:
@@ -232,7 +232,7 @@ class _Table:
             further += " AND {only}"
         where: LiteralString = GAP + further if after is None else GAP + _AFTER + further
         # The inner query finds them by their transactions, whatever the planner thinks of ORDER BY … LIMIT.
-        few = await self._query(
+        few = await self.query(
             session,
             "WITH gap AS MATERIALIZED (SELECT {columns} FROM {table} WHERE " + where + " LIMIT %(limit)s)"
             " SELECT {columns} FROM gap ORDER BY {seq}",
@@ -245,17 +245,17 @@ class _Table:
         query: LiteralString = (
             "SELECT {columns} FROM {table} WHERE " + GAP + _AFTER + further + " ORDER BY {seq} LIMIT %(limit)s"
         )
-        lowest = await self._query(session, "SELECT min({seq}) - 1 FROM {table} WHERE " + where, values)
+        lowest = await self.query(session, "SELECT min({seq}) - 1 FROM {table} WHERE " + where, values)
         first = lowest.get_value(0, 0)
         after = int(first) if first is not None else 0
         with translated():  # many rows: along the index on seq, not all of them per page
             await session.execute("SET enable_sort = off")
         try:
-            page = await self._query(session, query, {**values, "after": after, "limit": _PAGE})
+            page = await self.query(session, query, {**values, "after": after, "limit": _PAGE})
             while page.ntuples:
                 # The next page is fetched while this one is being published.
                 following = asyncio.ensure_future(
-                    self._query(session, query, {**values, "after": self._last_seq(page), "limit": _PAGE})
+                    self.query(session, query, {**values, "after": self.last_seq(page), "limit": _PAGE})
                 )
                 try:
                     yield page
@@ -267,11 +267,14 @@ class _Table:
             with suppress(psycopg.Error):  # whatever ended the session is on its way up already
                 await session.execute("RESET enable_sort")
 
-    async def _query(self, session: Session, query: LiteralString, values: dict[str, Any]) -> pq.abc.PGresult:
+    async def query(
+        self, session: Session, query: LiteralString, values: dict[str, Any], **parts: sql.Composable
+    ) -> pq.abc.PGresult:
+        """Run it; `{columns}`, `{table}`, `{xid}` and `{seq}` in it are this table's."""
         with translated():
-            cursor = await session.execute(sql.SQL(query).format(**self._parts), values)
+            cursor = await session.execute(sql.SQL(query).format(**self._parts, **parts), values)
         assert cursor.pgresult is not None and cursor.description is not None
-        if self._binding is None and len(cursor.description) > 1:
+        if self._binding is None and query.lstrip().startswith(("SELECT {columns}", "WITH gap")):
             self._binding = self.mapping.bind([(column.name, column.type_code) for column in cursor.description])
             self._router = self._route(self._binding)
         return cursor.pgresult
@@ -297,7 +300,7 @@ class _Table:
                 rejected.append(Rejected(router.rejected(row, transaction, seq), str(exc)))
         return events, rejected, size, seq
 
-    def _last_seq(self, page: pq.abc.PGresult) -> int:
+    def last_seq(self, page: pq.abc.PGresult) -> int:
         assert self._binding is not None
         value = page.get_value(page.ntuples - 1, self._binding.slots.index(SEQ))
         return int(cast("bytes", value))

@@ -64,6 +64,8 @@ async def test_nothing_was_set_up(any_database: Database, prefix: str) -> None:
         "outbox_relay_checkpoint",
         "outbox_relay_history",
         "outbox_dead_letters",
+        "outbox_relay_bookmarks",
+        "outbox_relay_requests",
         "publication outbox_relay",
     }
 
@@ -149,6 +151,8 @@ async def test_a_role_without_rights(database: Database, role: str) -> None:
         "outbox_relay_checkpoint",
         "outbox_relay_history",
         "outbox_dead_letters",
+        "outbox_relay_bookmarks",
+        "outbox_relay_requests",
     }
     for finding in findings:
         if finding.subject == "replication":

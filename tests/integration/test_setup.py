@@ -100,7 +100,7 @@ async def test_a_dry_run_is_a_script_that_does_the_same(any_database: Database, 
 
 
 async def test_the_files_run_with_psql_too(any_database: Database) -> None:
-    names = ["001_version", "002_relay_tables", "003_uuidv7", "004_outbox_events", "005_publication"]
+    names = ["001_version", "002_relay_tables", "003_uuidv7", "004_outbox_events", "005_publication", "006_replay"]
     for name in [*names, *names]:
         command = [psql(), "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", any_database.dsn]
         await asyncio.to_thread(subprocess.run, [*command, "-f", str(SQL / f"{name}.sql")], check=True)
