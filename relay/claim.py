@@ -68,6 +68,7 @@ class _Door:
         while True:
             try:
                 # The next rows are not the ones that would have come: what the broker holds beyond the marks is read.
+                await self.sink.close()  # a round by snapshots may have left it open
                 self.pipeline.same_order = False
                 self.flights.clear()
                 self.idle.clear()
@@ -251,8 +252,8 @@ class Claims:
             self._count()
         if flight is not None:
             self._door.committed(flight)
-        if culprits:
-            self._door.renew()
+        if any(not row.fault for row, _ in culprits):
+            self._door.renew()  # it blocks their keys; from now on the table does
         if failure is not None:
             raise failure
         return published, claimed.full

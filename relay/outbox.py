@@ -142,6 +142,11 @@ class ClaimColumns:
                 'unpublished = { sent_at = "NULL" }, write_back = { sent_at = "now()" }',
             )
         claim = outbox.claim
+        if claim.failed and not any(column in claim.failed for column in unpublished):
+            raise ContractError(
+                f"{outbox.table}: outbox.claim.failed leaves a row unpublished, so it would be tried for ever",
+                hint=f"set one of {', '.join(unpublished)} in it",
+            )
         parts = {part: getattr(claim, part) for part in ("attempts", "next_attempt", "last_error")}
         for part, column in parts.items():  # what nobody named explicitly is used where it exists
             if part not in claim.model_fields_set and column not in existing:

@@ -15,7 +15,7 @@ from rich.text import Text
 from relay import __version__
 from relay.adopt import condition
 from relay.config import Config, Outbox
-from relay.errors import SourceUnavailable
+from relay.errors import ContractError, SourceUnavailable
 from relay.lsn import LSN
 from relay.outbox import ClaimColumns
 from relay.source.session import Session, connect
@@ -157,7 +157,10 @@ async def _backlog(
             return None, None
         claim = None
         if checkpoint and checkpoint["phase"] == "claim":
-            claim = ClaimColumns.of(outbox, table.columns)
+            try:
+                claim = ClaimColumns.of(outbox, table.columns)
+            except ContractError:  # the configuration is not the running relay's
+                return None, None
         elif outbox.columns.xid not in table.columns:
             return None, None
         aged = outbox.columns.created_at in table.columns

@@ -17,12 +17,14 @@ from relay.config import Config
 from relay.embedded import NatsServer
 from relay.errors import ContractError
 from relay.setup import setup
+from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.integration.test_presets import CASES, Case, create, event_id, ids, marked, write
-from tests.relays import RelayProcess, config_of, eventually, settings
+from tests.relays import RelayProcess, config_of, create_topic, eventually, settings
+from tests.relays import kafka as kafka_sink
 from tests.scene import Scene
-from tests.sinks import read_jetstream
+from tests.sinks import read_jetstream, read_kafka
 from tests.tables import nats_sink, published
 
 FAST = {
@@ -217,6 +219,44 @@ async def test_a_rejected_event_is_tried_again_then_left_and_the_others_flow(
         await published(relay, 4)
     stored = ids(await read_jetstream(own_nats.url, "EVENTS"))
     assert sorted(stored) == [event_id(n) for n in (2, 4, 5, 7)]
+
+
+async def test_to_kafka_a_head_that_is_too_large_holds_back_its_key_until_it_is_left(
+    database: Database, kafka: Kafka, prefix: str
+) -> None:
+    """The default table, which has no status: what was left stays unpublished, and a reset takes it up again."""
+    create_topic(kafka.bootstrap, prefix)
+    poll = {**FAST, "workers": 4, "max_attempts": 2, "retry_initial": "1h", "retry_max": "1h"}
+    sink = kafka_sink(kafka.bootstrap)
+    sink["kafka"]["options"]["message.max.bytes"] = 20_000
+    config = config_of(settings(database.dsn, sink, source={"slot": prefix, "mode": "poll"}, poll=poll))
+    await setup(config)
+
+    def insert(key: str, size: int) -> None:
+        with database.connect() as connection:
+            connection.execute(
+                "INSERT INTO outbox_events (aggregate_id, event_type, topic, payload)"
+                " VALUES (%s, 'made', %s, to_jsonb(repeat('x', %s)))",
+                (key, prefix, size),
+            )
+
+    insert("a", 50_000)
+    for key in "abcdeabcde":
+        insert(key, 10)
+    async with claiming(config) as relay:
+        await published(relay, 8)
+        await eventually(lambda: relay.progress.rejected_events == 1, "it is rejected")
+        query = "SELECT seq, attempts FROM outbox_events WHERE published_at IS NULL ORDER BY seq"
+        assert database.query(query) == [(1, 1), (2, 0), (7, 0)]  # its key waits with it
+        database.execute("UPDATE outbox_events SET next_attempt_at = now() WHERE seq = 1")
+        await published(relay, 10)  # after the second time it is left
+        assert database.query(query) == [(1, 2)]
+        assert "large" in database.query("SELECT last_error FROM outbox_events WHERE seq = 1")[0][0].lower()
+        database.execute("UPDATE outbox_events SET attempts = 0, next_attempt_at = NULL, payload = '1' WHERE seq = 1")
+        await published(relay, 11)
+    stored = read_kafka(kafka.bootstrap, prefix)
+    order = {key: [each.seq for each in stored if each.key == key.encode()] for key in "abcde"}
+    assert order == {"a": [2, 7, 1], "b": [3, 8], "c": [4, 9], "d": [5, 10], "e": [6, 11]}
 
 
 async def test_an_outage_costs_no_attempt(database: Database, own_nats: NatsServer, prefix: str) -> None:

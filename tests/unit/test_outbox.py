@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.config import Columns, Outbox
 from relay.errors import ContractError
-from relay.outbox import AGGREGATE_ID, FIELDS, ID, PARTITION_KEY, PAYLOAD, SEQ, Mapping, mappings
+from relay.outbox import AGGREGATE_ID, FIELDS, ID, PARTITION_KEY, PAYLOAD, SEQ, ClaimColumns, Mapping, mappings
 
 NAMED = [field for field in FIELDS if field != "stream"]  # "stream" is not mapped unless the config names a column
 
@@ -75,3 +77,29 @@ def test_tables_are_numbered_as_the_config_lists_them() -> None:
     assert (first.table, first.ordinal, first.several) == ("public.a", 0, True)
     assert (second.table, second.ordinal) == ("shop.b", 1)
     assert not mappings([Outbox()])[0].several
+
+
+DEFAULT_TABLE = [*NAMED, "xid", "published_at", "attempts", "next_attempt_at", "last_error"]
+
+
+def test_the_default_table_is_claimed_without_a_word() -> None:
+    found = ClaimColumns.of(Outbox(), DEFAULT_TABLE)
+    assert (found.unpublished, found.write_back) == ({"published_at": "NULL"}, {"published_at": "now()"})
+    assert found.written == ("published_at", "attempts", "next_attempt_at", "last_error")
+    bare = ClaimColumns.of(Outbox(), [*NAMED, "published_at"])  # what nobody named may be missing
+    assert (bare.attempts, bare.next_attempt, bare.last_error) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"unpublished": {"state": "new"}}, "cannot be claimed"),
+        ({"unpublished": {"state": "new"}, "write_back": {"state": "new"}}, "cannot be claimed"),
+        ({"unpublished": {"state": "new"}, "write_back": {"state": "sent"}}, "has no column state"),
+        ({"claim": {"attempts": "tries"}}, "has no column tries"),
+        ({"claim": {"failed": {"last_error": "{error}"}}}, "tried for ever"),
+    ],
+)
+def test_what_cannot_be_claimed_is_said(block: dict[str, Any], says: str) -> None:
+    with pytest.raises(ContractError, match=says):
+        ClaimColumns.of(Outbox.model_validate(block), DEFAULT_TABLE)
