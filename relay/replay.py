@@ -283,6 +283,12 @@ class _Publisher:
 async def _request(
     session: Session, config: Config, selection: Selection, run: str, total: int, show: Show, *, detach: bool
 ) -> Report:
+    claims = "SELECT FROM public.outbox_relay_checkpoint WHERE relay = %s AND phase = 'claim'"
+    if await fetch(session, claims, config.relay.name):
+        raise SetupError(
+            'a relay with poll.strategy = "claim" does not replay into its fenced streams',
+            hint='set sink.jetstream.mode = "shared": the command then publishes by itself; or stream',
+        )
     rows = await fetch(
         session,
         "INSERT INTO public.outbox_relay_requests (relay, run, selection, total) VALUES (%s, %s, %s::jsonb, %s)"

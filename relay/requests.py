@@ -84,7 +84,8 @@ class Requests:
                 except OperatorError as exc:
                     log.warning("requests.unavailable", error=exc, hint="run `relay setup`: replays need its tables")
                     return
-                if rows:
+                # What the broker holds must be known before more is put into it.
+                if rows and self._progress.sink_down_since is None:
                     await self._serve(session, _read(rows[0]))
                 else:
                     await asyncio.sleep(_INTERVAL)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,3 +303,29 @@ async def test_bookmarks(make_scene: Callable[[str], Scene]) -> None:
     assert await bookmark.listed(config) == []
     with pytest.raises(SetupError, match="no bookmark"):
         await bookmark.remove(config, "a")
+
+
+async def test_the_command_line(make_scene: Callable[[str], Scene]) -> None:
+    scene = await make_scene("shared").set_up()
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        scene.ledger.write(5)
+        await scene.settled(relay)
+        await scene.covered()
+        await relay.stopped()
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "relay", *arguments, "--config", str(scene.path)]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    assert json.loads(command("bookmark", "add", "here", "--json").stdout)["name"] == "here"
+    assert "here" in command("bookmark", "list").stdout
+    total = len(rows(scene.dsn))
+    assert f"{total} events" in command("replay", "--seq", "0", "--dry-run").stdout
+    report = json.loads(command("replay", "--seq", "0", "--json").stdout)
+    assert (report["state"], report["published"]) == ("done", total)
+    assert again(await scene.read(), report["run"]) == rows(scene.dsn)
+    refused = command("replay", "--from-lsn", "0/1")
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert "earliest point" in refused.stderr
+    assert command("replay").returncode == 2
