@@ -74,7 +74,11 @@ class RelayKeeper:
         while not self._over:
             await self._start()
             assert self._process is not None
-            pid, code = self._process.pid, await self._process.wait()
+            try:
+                pid, code = self._process.pid, await self._process.wait()
+            except asyncio.CancelledError:  # Ctrl-C: nobody else would end it
+                self.signal(signal.SIGKILL)
+                raise
             self.last_code = code
             if pid not in self._asked:
                 self.ends.append(Ended(time.monotonic(), self.name, code, self._last_words()))
