@@ -106,6 +106,13 @@ class RelayKeeper:
         lines = (self._folder / f"{self.name}.err").read_text(errors="replace").splitlines()
         return "\n".join(lines[-12:])
 
+    def tracebacks(self) -> int:
+        """Errors that nobody foresaw; a restart may have cured them, and yet they are bugs."""
+        said = (self._folder / f"{self.name}.err").read_text(errors="replace")
+        return (
+            said.count("\nTraceback (most") + said.startswith("Traceback (most") + said.count("+ Exception Group Tra")
+        )
+
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
