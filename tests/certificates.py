@@ -53,7 +53,7 @@ class Authority:
 
     def client(self, common_name: str, *, password: str = "") -> Pair:
         """With a password the key is encrypted."""
-        file = f"{common_name}-locked" if password else common_name
+        file = f"{common_name}-{password}" if password else common_name
         return self._issue(file, common_name, (), ExtendedKeyUsageOID.CLIENT_AUTH, password)
 
     def _issue(
