@@ -101,7 +101,7 @@ class Checkpointer:
 
     async def save(self) -> None:
         acknowledged, promoted, unseen = self._pipeline.acknowledged, self._promoted, self.audit.unseen
-        marks = dict(self._pipeline.marks)  # together: a mark must not be newer than the LSN that it is saved with
+        marks = dict(self._pipeline.covered)  # together: a mark must not be newer than the LSN that it is saved with
         events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
         if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
             return
