@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Iterable
 
 from relay.errors import SetupError, SinkUnavailable
-from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.nats_connection import ApiError, NatsConnection, header_map
 from relay.sink.nats_streams import StreamState
 
 log = logging.getLogger("relay.sink.nats")
@@ -154,16 +153,7 @@ async def _ask(
             if exc.err_code != _NO_MESSAGE:
                 raise SinkUnavailable(f"stream {stream} cannot be read back: {exc}") from None
             return
-        lines = base64.b64decode(answer["message"].get("hdrs", "")).decode(errors="replace").split("\r\n")
-        found[seq] = header_map(line.partition(":")[::2] for line in lines[1:] if ":" in line)
+        found[seq] = header_map(base64.b64decode(answer["message"].get("hdrs", "")))
 
     for start in range(0, len(wanted), _AT_ONCE):
         await asyncio.gather(*map(look, wanted[start : start + _AT_ONCE]))
-
-
-def header_map(pairs: Iterable[Iterable[str]]) -> dict[str, str]:
-    """Headers by their names in lower case; the first of a name counts."""
-    found: dict[str, str] = {}
-    for name, value in pairs:
-        found.setdefault(name.strip().lower(), value.strip())
-    return found
