@@ -114,7 +114,7 @@ class Checkpointer:
         if self._write_back is not None:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
         # Together: a mark must not be newer than the LSN that it is saved with.
-        acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.marks)
+        acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.covered)
         await self._store.save(acknowledged, promoted, self.audit.unseen, marks=marks)
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1

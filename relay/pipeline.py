@@ -9,6 +9,7 @@ source stays connected meanwhile. Nothing is ever acknowledged past an event tha
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
 import time
 from collections import deque
@@ -34,12 +35,13 @@ log = structlog.get_logger("relay.pipeline")
 class _Pending:
     """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
 
-    __slots__ = ("batch", "events", "submitted_at", "task")
+    __slots__ = ("batch", "events", "last_commit", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
         self.submitted_at = 0.0
+        self.last_commit = batch.events[-1].transaction.commit_lsn
         self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
 
 
@@ -79,6 +81,8 @@ class Pipeline:
         self._emptied.set()
         self._room.set()
         self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self.covered: dict[str, int] = {}  # the same, by what is before the acknowledged LSN: whole transactions
+        self._last_commit = 0  # commit LSN of the last acknowledged event
         self.origin = ""
         self.routing = 0  # its fingerprint
         self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
@@ -92,6 +96,7 @@ class Pipeline:
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
         self.published = 0  # events of this source
         self.audit = audit
+        self.covered, self._last_commit = self.marks, 0
 
     def settle(self) -> None:
         """The source has shown everything that it had when the sink was opened."""
@@ -154,7 +159,7 @@ class Pipeline:
 
     async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
         progress, delivery, window = self._progress, self._delivery, self._window
-        async for batch in batches:
+        async for batch in self._whole(batches):
             if batch.rejected:
                 self._reject(batch.rejected)
             if not batch.events:
@@ -187,6 +192,21 @@ class Pipeline:
             if self._up:
                 self._submit(pending, group)
 
+    async def _whole(self, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
+        """For a sink with marks: what belongs to the LSN, and the beginning of the next transaction, apart.
+
+        Then each LSN that is saved has marks that cover exactly the events before it.
+        """
+        async for batch in batches:
+            events, end = batch.events, batch.end_lsn
+            if self.marks and self.audit is not None and events and events[-1].transaction.commit_lsn >= end:
+                at = bisect.bisect_left(events, int(end), key=lambda event: event.transaction.commit_lsn)
+                if at:
+                    size = batch.size_bytes * at // len(events)
+                    yield Batch(events[:at], end, size, batch.received_at, batch.rejected, batch.transactions)
+                    batch = Batch(events[at:], end, batch.size_bytes - size, batch.received_at)  # noqa: PLW2901
+            yield batch
+
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
         pending.batch.settled = self._settled
@@ -212,6 +232,8 @@ class Pipeline:
                     await self._sink.open()
                     marks = self._sink.marks
                     self.marks = {**marks, ROUTING: self.routing} if marks else {}
+                    said = {name: mark for name, mark in self.covered.items() if name not in (UNCOUNTABLE, ROUTING)}
+                    self.covered = {name: said.get(name, mark) for name, mark in self.marks.items()}
                     if self._opened is not None:
                         await self._opened()
                     self.same_order = True  # opened again, it is given the same batches again
@@ -280,8 +302,9 @@ class Pipeline:
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
             self.last_event_lsn = batch.end_lsn
             self.published += batch.count
+            self._last_commit = pending.last_commit
             if batch.marks:
-                self.marks |= batch.marks
+                self.marks = {**self.marks, **batch.marks}  # a new one: `covered` keeps the old
             self._advance(batch)
             if window:
                 head = window[0].batch
@@ -302,6 +325,8 @@ class Pipeline:
                 pending.task = None
 
     def _advance(self, batch: Batch) -> None:
+        if batch.end_lsn > self._last_commit:
+            self.covered = self.marks
         if batch.transactions and self.audit is not None:
             self.audit.acknowledged(batch.transactions)
         if batch.end_lsn > self.acknowledged:

@@ -73,6 +73,7 @@ class NatsConnection:
         self._denied: list[str] = []
         self._outbox: deque[Frame] = deque()
         self._publisher: asyncio.Task[None] | None = None
+        self._on_stored: Callable[[bytes, bytes], None] = _ignore
         self.inbox = b""
         self.max_payload = 0
         self.discovered: list[str] = []
@@ -132,7 +133,7 @@ class NatsConnection:
         if _wants_tls(url, self._config) and not wire.encrypted():
             raise _no_tls()
         if self._direct and wire.usable():
-            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply))
+            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply, self._stored))
             self._wire = wire
         else:
             log.info(
@@ -216,13 +217,14 @@ class NatsConnection:
         found: dict[int, dict[str, str]] = {}
         done = asyncio.Event()
 
-        async def take(message: Msg) -> None:
-            seq = int(message.reply.split(".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
-            found[seq] = {name.lower(): value for name, value in (message.headers or {}).items()}
+        def take(reply: bytes, block: bytes) -> None:
+            seq = int(reply.split(b".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
+            found[seq] = header_map(block)
             if seq >= last:
                 done.set()
 
-        subject = self._client.new_inbox()
+        # A subject of its own: a consumer does not see the interest of a wildcard.
+        subject = f"{self.inbox.decode()}-0"
         settings = {
             "deliver_subject": subject,
             "deliver_policy": "by_start_sequence",
@@ -233,7 +235,11 @@ class NatsConnection:
             "num_replicas": 1,
             "inactive_threshold": 10_000_000_000,
         }
-        subscription = await self._client.subscribe(subject, cb=take, pending_msgs_limit=0, pending_bytes_limit=0)
+        self._on_stored = take
+        try:
+            subscription = await self._client.subscribe(subject, cb=self._on_message)
+        except (nats.errors.Error, OSError) as exc:
+            raise SinkUnavailable(f"the connection to NATS was lost: {exc}") from None
         answer = await self.request(f"{prefix}.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": settings})
         while not done.is_set():
             before = len(found)
@@ -242,7 +248,7 @@ class NatsConnection:
                     await done.wait()
             if len(found) == before:
                 break
-        with contextlib.suppress(nats.errors.Error, RelayError, ApiError):
+        with contextlib.suppress(RelayError, ApiError, nats.errors.Error, OSError):
             await subscription.unsubscribe()
             await self.request(f"{prefix}.CONSUMER.DELETE.{stream}.{answer['name']}")
         return {seq: headers for seq, headers in found.items() if seq <= last}
@@ -269,8 +275,15 @@ class NatsConnection:
     def _on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
         self._listener.on_reply(token, status, payload)
 
+    def _stored(self, reply: bytes, block: bytes) -> None:
+        self._on_stored(reply, block)
+
     async def _on_message(self, message: Msg) -> None:
         """Acks that came through nats-py's parser."""
+        if message.reply.startswith("$JS"):
+            lines = [f"{name}: {value}" for name, value in (message.headers or {}).items()]
+            self._on_stored(message.reply.encode(), "\r\n".join(["", *lines]).encode())
+            return
         token = message.subject.rpartition(".")[2].encode()
         status = (message.headers or {}).get("Status", "")
         self._listener.on_reply(token, status.encode(), message.data)
@@ -351,6 +364,20 @@ class _Wire:
         self._client._pending_data_size = 0  # noqa: SLF001
         if self._io is not None:
             self._io.abort()
+
+
+def header_map(block: bytes) -> dict[str, str]:
+    """Headers by their names in lower case; the first of a name counts."""
+    found: dict[str, str] = {}
+    for line in block.decode(errors="replace").split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.lower(), value.strip())
+    return found
+
+
+def _ignore(_: bytes, __: bytes) -> None:
+    """Nothing is being read back."""
 
 
 def _nowhere(_: bytes) -> None:

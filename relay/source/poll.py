@@ -112,6 +112,8 @@ class PollSource:
         self._interval = interval
         self._gap = resumed
         self._places: deque[tuple[int, tuple[int, int | None]]] = deque()
+        if resumed is not None:  # asked before the first batch is
+            self._places.append((0, (resumed.table, resumed.seq)))
         self._handed = 0
         self._finishing = False
         self._woken = asyncio.Event()
