@@ -290,9 +290,6 @@ async def test_killed_inside_large_transactions(database: Database, kafka: Kafka
 
 @pytest.mark.guarantee("G4")
 @pytest.mark.guarantee("G5")
-@pytest.mark.xfail(
-    reason="the checkpoint's marks belong to its LSN; its snapshot is older, and a recovery begins there", strict=False
-)
 async def test_the_slot_dropped_while_the_relay_is_down(
     database: Database, kafka: Kafka, prefix: str, tmp_path: Path
 ) -> None:
