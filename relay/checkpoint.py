@@ -11,8 +11,8 @@ Nothing here may run on a standby: snapshots taken there do not list running tra
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -61,25 +61,11 @@ class Sample(NamedTuple):
     lsn: LSN
 
 
-class Samples:
-    """Samples that wait until everything before their LSN is acknowledged. Bounded: old ones are thinned out."""
+Unseen = dict[int, int]
+"""xid → events published before the checkpoint's LSN, of transactions that its snapshot does not see: for the audit.
 
-    def __init__(self, limit: int = 128) -> None:
-        self._waiting: deque[Sample] = deque()
-        self._limit = limit
-
-    def add(self, sample: Sample) -> None:
-        self._waiting.append(sample)
-        if len(self._waiting) > self._limit:
-            # Keep the ends: the oldest is the next to be promoted, the newest is where we want to get.
-            self._waiting = deque([*list(self._waiting)[:-1:2], self._waiting[-1]])
-
-    def promote(self, acknowledged: LSN) -> Sample | None:
-        """The newest sample that is covered now; it and all older ones are forgotten."""
-        promoted = None
-        while self._waiting and self._waiting[0].lsn <= acknowledged:
-            promoted = self._waiting.popleft()
-        return promoted
+Under 0 stand together those that a newer sample saw when it was saved: every snapshot from then on sees them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +79,17 @@ class Checkpoint:
     lsn: LSN  # everything committed before this is published
     snap: Snapshot  # every transaction visible here is published
     snap_lsn: LSN  # end of WAL when snap was taken: behind it no transaction can be visible in snap
-    phase: str  # new | recover | stream
-    recovery: dict[str, Any] | None
+    phase: str  # new | recover | poll | stream
+    recovery: dict[str, Any] | None  # the round of polling that is under way
+    unseen: Unseen = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)  # how far the broker's destinations are covered by `lsn`
+    readback: dict[str, int] = field(default_factory=dict)  # … by `snap`: what a recovery has to look behind
 
 
-_COLUMNS = "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text"
+_COLUMNS = (
+    "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text,"
+    " unseen::text, sink::text, readback::text"
+)
 
 
 class CheckpointStore:
@@ -107,6 +99,12 @@ class CheckpointStore:
         self._session = session
         self._relay = relay
         self.epoch = 0
+
+    def on(self, session: Session) -> CheckpointStore:
+        """The same row and epoch, on another session: for what must not wait until the lock's session is free."""
+        store = CheckpointStore(session, self._relay)
+        store.epoch = self.epoch
+        return store
 
     async def claim(self, system_identifier: str, timeline: int, slot: str) -> Checkpoint:
         """Become the writer: raise the epoch, so that whoever wrote before cannot any more."""
@@ -134,14 +132,54 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
-    async def save(self, lsn: LSN, sample: Sample) -> None:
+    async def save(
+        self,
+        lsn: LSN,
+        sample: Sample,
+        unseen: Mapping[int, int] | None = None,
+        *,
+        marks: Mapping[str, int] | None = None,
+        readback: Mapping[str, int] | None = None,
+    ) -> None:
+        """While streaming: everything before `lsn` is published, and everything that the sample sees.
+
+        In the broker everything up to `marks` is before `lsn`, and everything up to `readback` is seen by the sample.
+        """
         await self._update(
-            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, phase = 'stream', recovery = NULL",
-            (str(lsn), str(sample.snapshot), str(sample.lsn)),
+            "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink), readback = coalesce(%s::jsonb, readback)",
+            (
+                str(lsn),
+                str(sample.snapshot),
+                str(sample.lsn),
+                _json({str(xid): n for xid, n in (unseen or {}).items()}),
+                _marks(marks),
+                _marks(readback),
+            ),
         )
 
-    async def save_recovery(self, recovery: dict[str, Any]) -> None:
-        await self._update("phase = 'recover', recovery = %s::jsonb", (orjson.dumps(recovery).decode(),))
+    async def save_marks(self, marks: Mapping[str, int]) -> None:
+        """Add marks: where destinations begin that nothing went to yet. The others stay with the LSN they belong to."""
+        await self._update(
+            "sink = coalesce(sink, '{}'::jsonb) || %s::jsonb, readback = coalesce(readback, '{}'::jsonb) || %s::jsonb",
+            (_marks(marks), _marks(marks)),
+        )
+
+    async def prove(self) -> None:
+        """Raise Superseded if somebody took over: before anything more is published."""
+        await self._update("epoch = epoch", ())
+
+    async def save_round(self, phase: str, recovery: dict[str, Any]) -> None:
+        """While polling: a round is under way; what it publishes is not in `snap` yet."""
+        await self._update("phase = %s, recovery = %s::jsonb", (phase, _json(recovery)))
+
+    async def save_polled(self, phase: str, sample: Sample, *, marks: Mapping[str, int] | None = None) -> None:
+        """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
+        await self._update(
+            "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL,"
+            " sink = coalesce(%s::jsonb, sink), readback = coalesce(%s::jsonb, readback)",
+            (str(sample.snapshot), str(sample.lsn), phase, _marks(marks), _marks(marks)),
+        )
 
     async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
         """Note where we run now: a new timeline after a promotion, a slot of another name."""
@@ -171,8 +209,16 @@ class CheckpointStore:
             raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
 
 
+def _json(value: dict[str, Any]) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _marks(marks: Mapping[str, int] | None) -> str | None:
+    return None if marks is None else orjson.dumps(dict(marks)).decode()
+
+
 def _read(row: tuple[Any, ...]) -> Checkpoint:
-    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery = row
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen, marks, readback = row
     return Checkpoint(
         epoch=epoch,
         system_identifier=system_identifier,
@@ -183,6 +229,9 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         snap_lsn=LSN.parse(snap_lsn),
         phase=phase,
         recovery=orjson.loads(recovery) if recovery else None,
+        unseen={int(xid): events for xid, events in orjson.loads(unseen).items()},
+        marks=orjson.loads(marks) if marks else {},
+        readback=orjson.loads(readback or marks or b"{}"),
     )
 
 

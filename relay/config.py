@@ -136,9 +136,10 @@ class Database(Section):
 
 
 class SourceSection(Section):
-    mode: Literal["auto", "stream"] = Field(
+    mode: Literal["auto", "stream", "poll"] = Field(
         "auto",
-        description="`auto` streams the WAL and closes gaps from the table; `stream` stops when the slot is lost.",
+        description="`auto` streams the WAL, and polls the table while that is not possible; `stream` stops when the "
+        "slot is lost; `poll` never streams.",
     )
     plugin: Literal["pgoutput", "wal2json"] = Field(
         "pgoutput", description="Output plugin of the slot. wal2json must be installed and allowed on the server."
@@ -146,6 +147,12 @@ class SourceSection(Section):
     slot: str = Field("outbox_relay", description="Replication slot; created by the first `relay run`.")
     publication: str = Field(
         "outbox_relay", description="Publication that holds the outbox tables; created by `relay setup`."
+    )
+    failover: bool = Field(False, description="Make the slot a failover slot, synchronised to standbys (17 and later).")
+    max_retained_wal: Annotated[int, BeforeValidator(_size), Field(ge=0)] = Field(
+        0,
+        description="When the slot holds more WAL than this, give it up, catch up from the table, and make a new one: "
+        "saves the primary's disk. 0: the slot is kept until Postgres ends it.",
     )
     wal_sender_timeout: Positive = Field(
         15.0,
@@ -318,10 +325,21 @@ class Tls(Section):
 
 class JetStream(Section):
     servers: Words = Field(("nats://127.0.0.1:4222",), repr=False, description="URLs of the servers.")
-    mode: Literal["auto", "shared"] = Field("auto", description="How duplicates are prevented: see docs/guarantees.md.")
+    mode: Literal["auto", "shared", "fenced"] = Field(
+        "auto",
+        description="How duplicates are prevented (docs/guarantees.md). `fenced`: the streams are this relay's alone; "
+        "exactly once. `shared`: other writers may use them; dedupe by message id. `auto`: fenced where the relay "
+        "created all of its streams.",
+    )
+    foreign_writer: Literal["stop", "share"] = Field(
+        "stop",
+        description="When a fenced stream turns out to have another writer: `stop` with exit code 3, or `share` it, "
+        "that is go on as in mode `shared` until the next start.",
+    )
     ordering: Literal["strict", "relaxed"] = Field(
         "strict",
-        description="`strict`: never two unacknowledged events of one key in flight; `relaxed` lifts that for speed.",
+        description="In mode `shared`: `strict`: never two unacknowledged events of one key in flight; `relaxed` lifts "
+        "that for speed.",
     )
     streams: Annotated[tuple[Stream, ...], BeforeValidator(_json)] = Field(
         (), description="Streams that the relay expects (or creates). Without any, the server's own streams are used."
@@ -386,8 +404,21 @@ def _local_kafka() -> dict[str, KafkaOption]:
 
 
 class Kafka(Section):
-    mode: Literal["idempotent"] = Field(
-        "idempotent", description="How duplicates are prevented: see docs/guarantees.md."
+    mode: Literal["idempotent", "exactly-once"] = Field(
+        "idempotent",
+        description="`idempotent`: fast, and repeats events after a crash. `exactly-once`: transactions; readers with "
+        "`isolation.level=read_committed` see each event once. See docs/guarantees.md, G4.",
+    )
+    transactional_id: str = Field(
+        "", description="Exactly-once: the transactional id. Empty: made of the relay's name and the database server."
+    )
+    position_topic: str = Field(
+        "outbox_relay_positions",
+        min_length=1,
+        description="Exactly-once: compacted topic that has a record of every transaction; created if missing.",
+    )
+    transaction_events: int = Field(
+        10_000, ge=1, description="Exactly-once: most events of a transaction. Small when there is little to do."
     )
     create_topics: bool = Field(False, description="Create topics that are missing.")
     topics: Words = Field((), description="Topics to check (or create) at start; others are checked when first used.")
@@ -445,10 +476,17 @@ class Delivery(Section):
 
 class Checkpoint(Section):
     interval: Positive = Field(1.0, description="How often progress is saved, then confirmed to Postgres.")
+    audit: bool = Field(
+        True, description="Compare what the stream brought with what the table holds, and publish what is missing."
+    )
     history_interval: Positive = Field(
         60.0, description="How often (LSN, snapshot) is kept for replays, while events move."
     )
     history_retention: Positive = Field(7 * 86400.0, description="How long the history is kept.")
+
+
+class Poll(Section):
+    interval: Positive = Field(1.0, description="Time between two looks at the table.")
 
 
 class Admin(Section):
@@ -480,6 +518,7 @@ class Config(Section):
     outbox: Annotated[tuple[Outbox, ...], BeforeValidator(_json)] = Field(
         default_factory=lambda: (Outbox(),), description="The outbox tables, a block each."
     )
+    poll: Poll = Field(default_factory=Poll, description='Polling: `source.mode = "poll"`, and while recovering.')
     routing: Routing = Field(default_factory=Routing, description="Where events go, and in which form.")
     sink: SinkSection = Field(default_factory=SinkSection, description="The broker.")
     delivery: Delivery = Field(default_factory=Delivery, description="Windows, retries, draining.")
@@ -502,6 +541,14 @@ class Config(Section):
     def _in_time(self) -> Config:
         if self.checkpoint.interval > self.source.wal_sender_timeout / 3:
             raise ValueError("checkpoint.interval must be at most a third of source.wal_sender_timeout")
+        return self
+
+    @model_validator(mode="after")
+    def _identified(self) -> Config:
+        routings = (self.routing, *(outbox.routing for outbox in self.outbox if outbox.routing))
+        fenced = self.sink.kind == "kafka" and self.sink.kafka.mode == "exactly-once"
+        if fenced and any("id" not in routing.headers for routing in routings):
+            raise ValueError('sink.kafka.mode = "exactly-once" needs the header id: add it to routing.headers')
         return self
 
     def shown(self) -> dict[str, Any]:

@@ -6,7 +6,9 @@
     │   ├── SourceUnavailable                Postgres cannot be reached, or closed the connection
     │   ├── SinkUnavailable                  the broker cannot be reached, or did not answer in time
     │   ├── SlotBusy                         another session uses the slot: stand by
-    │   └── Superseded                       another relay took over (higher epoch): stand by
+    │   ├── Superseded                       another relay took over (higher epoch): stand by
+    │   ├── SlotGivenUp                      the slot held more WAL than allowed: poll, then make a new one
+    │   └── StreamIncomplete                 the table holds rows that the stream did not bring: publish them from it
     ├── OperatorError                   3    stop; the hint says what to do
     │   ├── SetupError                       something the relay needs was not set up
     │   ├── SlotLost                         the slot is gone, invalidated or was moved
@@ -64,6 +66,30 @@ class Superseded(TransientError):
     """Another relay of the same name took over: its epoch is higher than ours."""
 
 
+class SlotGivenUp(TransientError):
+    """The slot held more WAL than `source.max_retained_wal` allows, and is given up on purpose."""
+
+
+class StreamIncomplete(TransientError):
+    """The audit found rows in the table that the stream did not bring; they are published from the table."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        since: str,
+        until: str,
+        until_lsn: str,
+        xids: Sequence[int] | None,
+        counted: int,
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.since, self.until, self.until_lsn = since, until, until_lsn  # the window, by its snapshots
+        self.xids = None if xids is None else tuple(xids)  # transactions that lack rows; None: cannot be told apart
+        self.counted = counted  # events that the stream brought of it
+
+
 class OperatorError(RelayError):
     """Only a person can cure it; the hint says how."""
 
@@ -92,3 +118,25 @@ class EventRejected(OperatorError):
 
 class ProtocolError(RelayError):
     """The server sent bytes that we cannot understand."""
+
+
+def decisive(exc: BaseException) -> RelayError:
+    """Of errors that happened together the one that decides. What is not ours is a bug, and goes up as it is."""
+    leaves: list[BaseException] = []
+    stack = [exc]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, BaseExceptionGroup):
+            stack.extend(each.exceptions)
+        else:
+            leaves.append(each)
+    ours = [leaf for leaf in leaves if isinstance(leaf, RelayError)]
+    if len(ours) < len(leaves):
+        raise exc
+    return max(ours, key=_severity)
+
+
+def _severity(failure: RelayError) -> int:
+    if not isinstance(failure, TransientError):
+        return 3 if isinstance(failure, OperatorError) else 4
+    return 2 if isinstance(failure, Superseded | StreamIncomplete) else 1

@@ -75,6 +75,12 @@ class Batch:
     size_bytes: int = 0
     received_at: float = 0.0  # monotonic
     rejected: list[Rejected] = field(default_factory=list)  # rows that could not be routed
+    transactions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(commit LSN, xid, events) of the transactions that end with this batch: the audit counts them."""
+    marks: dict[str, int] = field(default_factory=dict)
+    """Set by a sink with a fence: how far each destination of the broker is covered once this batch is complete."""
+    settled: bool = False
+    """Whatever the broker held when the sink was opened has come by now, or never will."""
     count: int = field(init=False)  # events received, also when `events` shrinks through a retry
 
     def __post_init__(self) -> None:

@@ -58,6 +58,8 @@ _COUNTERS = (
     ("publish_attempts", "relay_publish_attempts", "Events handed to the sink, retries included."),
     ("publish_failures", "relay_publish_failures", "Events of batches that failed; they are tried again."),
     ("recoveries", "relay_recoveries", "Recoveries from the table."),
+    ("audits", "relay_audits", "Windows of the stream that were compared with the table."),
+    ("audit_failures", "relay_audit_failures", "Audits in which the stream lacked rows of the table."),
     ("checkpoints", "relay_checkpoints", "Checkpoints saved."),
 )
 

@@ -1,49 +1,47 @@
-"""The hall: source → sink → checkpoint → confirm. One straight line, and the only caller of `confirm`.
+"""The hall: source → sink → checkpoint → confirm. One straight line; its last part is in checkpointer.py.
 
 Batches are published in order and overlap in a bounded window; they complete first-in first-out. Acknowledged is a
 prefix: it ends where the oldest unfinished batch begins. A full window stops the reading, nothing else (G8).
 When the sink fails, it is opened again, with backoff, and the unfinished batches are submitted again in order; the
-source stays connected meanwhile. Nothing is ever confirmed past an event that the sink has not acknowledged (G1).
+source stays connected meanwhile. Nothing is ever acknowledged past an event that the sink has not (G1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
 
+from relay.audit import Audit
 from relay.backoff import Backoff
-from relay.checkpoint import CheckpointStore, Sample, Samples
-from relay.config import Checkpoint as CheckpointSection
 from relay.config import Delivery
-from relay.errors import EventRejected, RelayError, TransientError
+from relay.errors import EventRejected, RelayError, SourceUnavailable, Superseded, TransientError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.progress import Progress
-from relay.sink import Sink
+from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
 from relay.writeback import WriteBack
 
 log = structlog.get_logger("relay.pipeline")
 
-_IDLE_WAL = 1 << 20
-"""An idle outbox saves its checkpoint only after so much foreign WAL: our own row's WAL must not keep it busy."""
-
 
 class _Pending:
     """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
 
-    __slots__ = ("batch", "events", "submitted_at", "task")
+    __slots__ = ("batch", "events", "last_commit", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
         self.submitted_at = 0.0
+        self.last_commit = batch.events[-1].transaction.commit_lsn
         self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
 
 
@@ -58,23 +56,55 @@ class Pipeline:
         metrics: Metrics,
         start: LSN,
         write_back: WriteBack | None = None,
+        opened: Callable[[], Awaitable[None]] | None = None,
+        opening: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`opening` is awaited before the sink is opened: opening may fence others off, so we must be the one.
+
+        `opened` is awaited after it was opened and before anything is published: a last look at the fence.
+        """
         self._sink = sink
         self._delivery = delivery
         self._progress = progress
         self._metrics = metrics
         self._write_back = write_back
+        self._opened = opened
+        self._opening = opening
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
         self._room = asyncio.Event()  # the window is not full
         self._up = False  # the sink is open
         self._over = False  # nobody waits for the sink any more
+        self.sink_failure: RelayError | None = None  # what of the sink's only a person can cure
         self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
+        self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self.covered: dict[str, int] = {}  # the same, by what is before the acknowledged LSN: whole transactions
+        self._last_commit = 0  # commit LSN of the last acknowledged event
+        self.origin = ""
+        self.routing = 0  # its fingerprint
+        self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
+        self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
+        self._settled = False
+        self.begin(start)
+
+    def begin(self, start: LSN, audit: Audit | None = None) -> None:
+        """Ready for a source that begins at `start`. The sink stays open from one source to the next."""
         self.acknowledged = start  # everything before it is durable in the broker
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
+        self.published = 0  # events of this source
+        self.audit = audit
+        self.covered, self._last_commit = self.marks, 0
+
+    def settle(self) -> None:
+        """The source has shown everything that it had when the sink was opened."""
+        self._settled = True
+
+    async def drained(self) -> None:
+        """Return when everything that was handed on is acknowledged."""
+        await self._emptied.wait()
 
     async def run(self, source: Source) -> None:
         """Until the source ends, fails, or `stop` is called; then drains the window before it returns or raises."""
@@ -85,8 +115,11 @@ class Pipeline:
             progress = self._progress
             progress.in_flight_events = progress.in_flight_bytes = 0
             progress.oldest_in_flight = progress.oldest_commit_at = None
+            self._window.clear()
+            self._emptied.set()
 
     async def _run(self, source: Source) -> None:
+        self._over = False
         async with asyncio.TaskGroup() as group:
             completer = group.create_task(self._complete(group))
             self._reader = group.create_task(self._read(source.batches(), group))
@@ -126,15 +159,17 @@ class Pipeline:
 
     async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
         progress, delivery, window = self._progress, self._delivery, self._window
-        async for batch in batches:
+        async for batch in self._whole(batches):
             if batch.rejected:
                 self._reject(batch.rejected)
             if not batch.events:
                 # A position without events takes effect with whatever stands before it.
                 if window:
-                    window[-1].batch.end_lsn = batch.end_lsn
+                    last = window[-1].batch
+                    last.end_lsn = batch.end_lsn
+                    last.transactions += batch.transactions
                 else:
-                    self._advance(batch.end_lsn)
+                    self._advance(batch)
                 continue
             while (
                 progress.in_flight_events >= delivery.max_in_flight_events
@@ -157,8 +192,24 @@ class Pipeline:
             if self._up:
                 self._submit(pending, group)
 
+    async def _whole(self, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
+        """For a sink with marks: what belongs to the LSN, and the beginning of the next transaction, apart.
+
+        Then each LSN that is saved has marks that cover exactly the events before it.
+        """
+        async for batch in batches:
+            events, end = batch.events, batch.end_lsn
+            if self.marks and self.audit is not None and events and events[-1].transaction.commit_lsn >= end:
+                at = bisect.bisect_left(events, int(end), key=lambda event: event.transaction.commit_lsn)
+                if at:
+                    size = batch.size_bytes * at // len(events)
+                    yield Batch(events[:at], end, size, batch.received_at, batch.rejected, batch.transactions)
+                    batch = Batch(events[at:], end, batch.size_bytes - size, batch.received_at)  # noqa: PLW2901
+            yield batch
+
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
+        pending.batch.settled = self._settled
         pending.task = group.create_task(self._publish(pending.batch))
         self._progress.publish_attempts += len(pending.batch.events)
 
@@ -173,16 +224,30 @@ class Pipeline:
         backoff = Backoff(self._delivery.backoff_initial, self._delivery.backoff_max)
         while True:
             try:
-                await self._sink.open()
-                if self._over:
-                    return
-                self._up = True
-                self._progress.sink_down_since = None
-                log.info("sink.opened")
+                if not self._up:
+                    self._settled = False
+                    if self._opening is not None:
+                        await self._opening()
+                    self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
+                    await self._sink.open()
+                    marks = self._sink.marks
+                    self.marks = {**marks, ROUTING: self.routing} if marks else {}
+                    said = {name: mark for name, mark in self.covered.items() if name not in (UNCOUNTABLE, ROUTING)}
+                    self.covered = {name: said.get(name, mark) for name, mark in self.marks.items()}
+                    if self._opened is not None:
+                        await self._opened()
+                    self.same_order = True  # opened again, it is given the same batches again
+                    if self._over:
+                        return
+                    self._up = True
+                    self._progress.sink_down_since = None
+                    log.info("sink.opened")
                 for pending in self._window:
                     if pending.task is None:
                         self._submit(pending, group)
                 await self._finish(backoff)
+            except (Superseded, SourceUnavailable):
+                raise  # said by `opening` or `opened`, not by the sink: opening it again would not help
             except TransientError as exc:
                 self._up = False
                 self._progress.sink_down_since = self._progress.sink_down_since or time.monotonic()
@@ -202,6 +267,9 @@ class Pipeline:
                     unfinished_events=self._progress.in_flight_events,
                 )
                 await asyncio.sleep(wait)
+            except RelayError as exc:
+                self.sink_failure = exc
+                raise
 
     async def _finish(self, backoff: Backoff) -> None:
         progress, metrics, window = self._progress, self._metrics, self._window
@@ -233,7 +301,11 @@ class Pipeline:
             delivery = time.time() - committed_at if committed_at else None
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
             self.last_event_lsn = batch.end_lsn
-            self._advance(batch.end_lsn)
+            self.published += batch.count
+            self._last_commit = pending.last_commit
+            if batch.marks:
+                self.marks = {**self.marks, **batch.marks}  # a new one: `covered` keeps the old
+            self._advance(batch)
             if window:
                 head = window[0].batch
                 progress.oldest_in_flight = head.received_at
@@ -252,9 +324,17 @@ class Pipeline:
             if pending.task is not None and isinstance(pending.task.result(), RelayError):
                 pending.task = None
 
-    def _advance(self, lsn: LSN) -> None:
-        if lsn > self.acknowledged:
-            self.acknowledged = self._progress.acknowledged_lsn = lsn
+    def _advance(self, batch: Batch) -> None:
+        if batch.end_lsn > self._last_commit:
+            self.covered = self.marks
+        if batch.transactions and self.audit is not None:
+            self.audit.acknowledged(batch.transactions)
+        if batch.end_lsn > self.acknowledged:
+            self.acknowledged = batch.end_lsn
+            if self.audit is not None:  # a stream: elsewhere it is a count of rows
+                self._progress.acknowledged_lsn = batch.end_lsn
+                if self.settled_at is not None and batch.end_lsn >= self.settled_at:
+                    self._settled, self.settled_at = True, None
 
     def _reject(self, rejected: Sequence[Rejected]) -> None:
         """The policy for what the sink can never take: stop, and name it. Nothing after it is confirmed."""
@@ -266,62 +346,3 @@ class Pipeline:
             hint="correct what the reason names (a larger limit of the broker, the routing, the configuration), then "
             "start the relay again: it continues with this event",
         )
-
-
-class Checkpointer:
-    """Saves what is done, then confirms it. Runs on the session that holds the lock, as its sign of life."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        pipeline: Pipeline,
-        source: Source,
-        progress: Progress,
-        settings: CheckpointSection,
-        saved: tuple[LSN, Sample],
-        write_back: WriteBack | None = None,
-    ) -> None:
-        self._store = store
-        self._pipeline = pipeline
-        self._source = source
-        self._progress = progress
-        self._settings = settings
-        self._write_back = write_back
-        self._samples = Samples()
-        self._saved_lsn, self._promoted = saved
-        self._saved_sample_lsn = self._promoted.lsn
-        self._remembered_at = time.monotonic()
-        self._remembered_events = progress.published_events
-
-    async def tick(self) -> None:
-        """Sample; promote what is covered; save and confirm if anything of ours moved."""
-        sample = await self._store.sample()
-        self._progress.server_lsn = sample.lsn
-        self._samples.add(sample)
-        self._promoted = self._samples.promote(self._pipeline.acknowledged) or self._promoted
-        await self.save()
-
-    async def save(self) -> None:
-        acknowledged = self._pipeline.acknowledged
-        events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
-        if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
-            return
-        if acknowledged == self._saved_lsn and self._promoted.lsn == self._saved_sample_lsn:
-            return
-        promoted = self._promoted
-        if self._write_back is not None:
-            await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
-        await self._store.save(acknowledged, promoted)
-        self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
-        self._progress.checkpoints += 1
-        await self._source.confirm(acknowledged)
-        self._progress.confirmed_lsn = acknowledged
-        await self._remember()
-
-    async def _remember(self) -> None:
-        now = time.monotonic()
-        published = self._progress.published_events
-        if published == self._remembered_events or now - self._remembered_at < self._settings.history_interval:
-            return
-        self._remembered_at, self._remembered_events = now, published
-        await self._store.remember(self._saved_lsn, self._promoted, self._settings.history_retention)

@@ -35,6 +35,8 @@ class Progress:
     source_reconnects: int = 0
     sink_reconnects: int = 0
     recoveries: int = 0
+    audits: int = 0  # windows of the stream that were compared with the table
+    audit_failures: int = 0  # … in which the stream lacked rows
     checkpoints: int = 0
 
     received_lsn: LSN = NOWHERE  # three stages, never one `lsn`

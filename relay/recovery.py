@@ -1,10 +1,12 @@
 """Recovery: closing the gap from the table when there is no slot to trust. The first start is a recovery, too.
 
-    1  slot      a healthy slot is kept, a lost one replaced; P := where it begins to stream
+    1  slot      a healthy slot is kept, a lost one of ours replaced; P := where it begins to stream
     2  barrier   burn a transaction id A; wait until every transaction older than A is over
-    3  gap       take a snapshot E; persist (id, S, E, P) before anything is published
+    3  round     take a snapshot E; persist (S, E) before anything is published
     4  publish   the rows visible in E and not in S, through the ordinary pipeline
     5  done      checkpoint := (P, E); stream from P, skipping transactions that E sees
+
+Steps 1 and 2 may wait for other people's transactions; meanwhile the table is polled, round after round (S → E → S …).
 
 Why nothing is lost. Take any committed transaction T. If S sees it, it was published before (checkpoint.py). Else if
 E sees it, step 4 publishes it. Else T left the list of running transactions after E was taken; were its commit record
@@ -18,93 +20,82 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import structlog
 
-from relay.checkpoint import Checkpoint, CheckpointStore, Sample, Snapshot
 from relay.config import Config
-from relay.errors import SlotLost
+from relay.errors import SetupError, SlotLost
 from relay.lsn import LSN
 from relay.source.replication import WalSender
-from relay.source.session import Session, translated
-from relay.source.slot import slot_fault, slot_info
+from relay.source.session import Session, connect, translated
+from relay.source.slot import SlotInfo, publication_info, slot_fault, slot_info
 
 log = structlog.get_logger("relay.recovery")
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A recovery under way, as it is persisted."""
-
-    id: str
-    since: str  # S
-    until: str  # E
-    until_lsn: str
-    start: str  # P
-    table: int = 0  # the place up to which rows are acknowledged
-    seq: int | None = None
-
-    @property
-    def sample(self) -> Sample:
-        return Sample(Snapshot.parse(self.until), LSN.parse(self.until_lsn))
-
-    @property
-    def after(self) -> tuple[int, int]:
-        return self.table, -(1 << 63) if self.seq is None else self.seq
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-async def open_gap(
-    config: Config,
-    session: Session,
-    store: CheckpointStore,
-    wal: WalSender,
-    checkpoint: Checkpoint,
-    database: str,
-    *,
-    from_now: bool,
-) -> Gap:
-    """Steps 1 to 3, or what is left of them after a restart."""
-    since = (await store.sample()).snapshot if from_now else checkpoint.snap
-    persisted = Gap(**checkpoint.recovery) if checkpoint.recovery else None
-    slot = await slot_info(session, config.source.slot)
-    trusted = LSN.parse(persisted.start) if persisted else None
-    fault = slot_fault(
-        slot, plugin=config.source.plugin, database=database, checkpoint_lsn=trusted, name=config.source.slot
-    )
-    if persisted and fault is None:
-        log.info("recovery.resumed", recovery=persisted.id, table=persisted.table, seq=persisted.seq)
-        return persisted
-    start = await _slot(config, session, wal, database)
-    await _barrier(session)
-    sample = await store.sample()
-    gap = Gap(uuid.uuid4().hex[:12], str(since), str(sample.snapshot), str(sample.lsn), str(start))
-    await store.save_recovery(gap.to_json())
-    return gap
-
-
-async def _slot(config: Config, session: Session, wal: WalSender, database: str) -> LSN:
+async def make_slot(config: Config, session: Session, wal: WalSender, database: str, *, ours: bool) -> LSN:
+    """Steps 1 and 2: a slot to stream from, and P. `ours`: we have streamed from a slot of this name before."""
     name, plugin = config.source.slot, config.source.plugin
     slot = await slot_info(session, name)
     fault = slot_fault(slot, plugin=plugin, database=database, checkpoint_lsn=None, name=name)
     if fault is None:
         assert slot is not None and slot.confirmed_flush_lsn is not None
-        return slot.confirmed_flush_lsn
-    if not isinstance(fault, SlotLost):
-        raise fault
-    if slot is not None:
-        with translated():
-            await session.execute("SELECT pg_drop_replication_slot(%s)", (name,))
-        log.warning("slot.dropped", slot=name, reason=str(fault))
-    started = time.monotonic()
-    start = await wal.create_slot(name, plugin)
-    log.info("slot.created", slot=name, plugin=plugin, lsn=start, seconds=round(time.monotonic() - started, 3))
+        start = slot.confirmed_flush_lsn
+        log.info("slot.kept", slot=name, lsn=start)
+    else:
+        if slot is not None:
+            if not isinstance(fault, SlotLost) and not (ours and _replaceable(slot, database)):
+                raise fault
+            await drop_slot(session, name, reason=str(fault))
+        started = time.monotonic()
+        start = await wal.create_slot(name, plugin, failover=config.source.failover)
+        log.info("slot.created", slot=name, plugin=plugin, lsn=start, seconds=round(time.monotonic() - started, 3))
+    await _barrier(session)
     return start
+
+
+def _replaceable(slot: SlotInfo, database: str) -> bool:
+    """A slot of ours with another plugin: the configuration has changed. What somebody uses is never touched."""
+    return slot.slot_type == "logical" and slot.database == database and not slot.active
+
+
+async def drop_slot(session: Session, name: str, *, reason: str) -> None:
+    """Drop it if it is a logical slot of this database that nobody uses; another one is not ours."""
+    with translated():
+        cursor = await session.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+            " WHERE slot_name = %s AND NOT active AND slot_type = 'logical' AND database = current_database()",
+            (name,),
+        )
+    if cursor.rowcount:
+        log.warning("slot.dropped", slot=name, reason=reason)
+
+
+async def check_publication(session: Session, config: Config) -> None:
+    """Since PostgreSQL 18 a missing publication streams nothing and says nothing: refuse it before."""
+    if config.source.plugin != "pgoutput":
+        return
+    name = config.source.publication
+    publication = await publication_info(session, name)
+    if not publication.exists:
+        raise SetupError(f"the publication {name} does not exist", hint="run `relay setup`")
+    if not publication.insert:
+        raise SetupError(
+            f"the publication {name} does not publish inserts",
+            hint=f"ALTER PUBLICATION {name} SET (publish = 'insert');",
+        )
+    for outbox in config.outbox:
+        published = publication.tables.get(outbox.table)
+        if published is None and not publication.all_tables:
+            raise SetupError(
+                f"the publication {name} does not contain {outbox.table}",
+                hint=f"run `relay setup`, or: ALTER PUBLICATION {name} ADD TABLE {outbox.table};",
+            )
+        if published is not None and published.row_filter:
+            raise SetupError(
+                f"the publication {name} has a row filter on {outbox.table}: it hides events",
+                hint=f"ALTER PUBLICATION {name} SET TABLE {outbox.table};",
+            )
 
 
 async def _barrier(session: Session) -> None:
@@ -130,3 +121,8 @@ async def _barrier(session: Session) -> None:
                 "WHERE backend_xid IS NOT NULL ORDER BY xact_start; SELECT * FROM pg_prepared_xacts;",
             )
         await asyncio.sleep(min(0.5, 0.01 + waited / 4))
+
+
+async def making_session(config: Config) -> Session:
+    """A session for steps 1 and 2: they may wait long, and the lock's session must go on giving signs of life."""
+    return await connect(config.database, f"{config.relay.name} recovery")

@@ -79,6 +79,6 @@ _SAVED = "SELECT system_identifier, snap::text FROM public.outbox_relay_checkpoi
 _WRITE = """
     UPDATE public.outbox_relay_checkpoint
     SET system_identifier = %s, timeline = %s, snap = %s::pg_snapshot, snap_lsn = '0/0', lsn = '0/1', phase = 'recover',
-        recovery = NULL, epoch = epoch + 1, updated_at = now()
+        unseen = '{}', recovery = NULL, epoch = epoch + 1, updated_at = now()
     WHERE relay = %s
 """

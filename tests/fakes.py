@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from struct import pack
 from typing import Literal, NamedTuple
 
@@ -195,16 +195,18 @@ class RecordingStore(CheckpointStore):
         self.samples = deque(samples)
         self.journal = journal
         self.saved: list[tuple[LSN, Sample]] = []
+        self.unseen: list[dict[int, int]] = []
         self.failure: RelayError | None = None
 
     async def sample(self) -> Sample:
         return self.samples.popleft() if len(self.samples) > 1 else self.samples[0]
 
-    async def save(self, lsn: LSN, sample: Sample) -> None:
+    async def save(self, lsn: LSN, sample: Sample, unseen: Mapping[int, int] | None = None) -> None:
         if self.failure is not None:
             raise self.failure
         await asyncio.sleep(0)
         self.saved.append((lsn, sample))
+        self.unseen.append(dict(unseen or {}))
         self.journal.append(("save", lsn))
 
     async def remember(self, lsn: LSN, sample: Sample, keep: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import nats
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
@@ -20,6 +20,8 @@ from relay.lsn import LSN
 from relay.sink import Sink
 
 _NAMES = ("id", "type", "aggregate-id", "seq")
+ORIGIN = "conformance:1"
+"""The beginning of every `relay-position`."""
 
 
 class Stored(NamedTuple):
@@ -49,7 +51,7 @@ def make_event(
     headers: Mapping[str, bytes] | None = None,
 ) -> Event:
     """An event with a stable id: the same seq is the same event."""
-    extra = dict(headers or {})
+    extra = {"relay-position": b"%b:1:stream:1:%X:0" % (ORIGIN.encode(), seq)} | dict(headers or {})
     event_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{topic}/{seq}")).encode()
     return Event(
         id=event_id,
@@ -88,6 +90,7 @@ async def publish_as_pipeline(
     Gives what was rejected, per round, so that the caller can break something in between.
     """
     todo = list(batches)
+    marks = dict(sink.marks)
     while todo:
         now = todo[:window]
         results = await asyncio.gather(*(sink.publish(batch) for batch in now), return_exceptions=True)
@@ -97,8 +100,13 @@ async def publish_as_pipeline(
                 raise failure
         unfinished = [batch for batch, result in zip(now, results, strict=True) if isinstance(result, BaseException)]
         todo = unfinished + todo[window:]
+        for batch, result in zip(now, results, strict=True):
+            if isinstance(result, BaseException):
+                break
+            marks |= batch.marks
         yield [rejected for result in results if not isinstance(result, BaseException) for rejected in result]
         if failures:
+            sink.resume(marks, ORIGIN)
             await _reopen(sink)
 
 
@@ -126,28 +134,35 @@ def order_per_key(stored: Iterable[Stored]) -> dict[bytes, list[int]]:
 
 
 def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Stored]:
-    """Everything that the topic holds at this moment, partition by partition."""
+    """Everything that is committed in the topic at this moment, partition by partition."""
+    options = {"bootstrap.servers": bootstrap, "group.id": "reader", "fetch.wait.max.ms": 10}
     consumer = Consumer(
-        {"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False, "fetch.wait.max.ms": 10}
+        {**options, "enable.auto.commit": False, "enable.partition.eof": True, "isolation.level": "read_committed"}
     )
+    # Where the partitions end, whether that is committed or not: a commit that was acknowledged shows a moment later.
+    watcher = Consumer({**options, "isolation.level": "read_uncommitted"})
     deadline = time.monotonic() + timeout
     stored: list[Stored] = []
     try:
         for partition in consumer.list_topics(topic, timeout=timeout).topics[topic].partitions:
             spot = TopicPartition(topic, partition, 0)
-            _, end = consumer.get_watermark_offsets(spot, timeout=timeout)
+            _, end = watcher.get_watermark_offsets(spot, timeout=timeout)
             consumer.assign([spot])
             position = 0
             while position < end:
                 assert time.monotonic() < deadline, f"{topic}/{partition}: {position} of {end} read"
                 for message in consumer.consume(1000, timeout=0.2):
-                    assert message.error() is None, message.error()
+                    position = message.offset() or 0
+                    if (error := message.error()) is not None:  # the end; markers of transactions take places, too
+                        assert error.code() == KafkaError._PARTITION_EOF, error
+                        continue
                     pairs = cast("list[tuple[str, bytes]]", message.headers() or [])
                     headers = dict(pairs)
                     stored.append(Stored(topic, message.key(), headers, message.value(), partition))
-                    position = (message.offset() or 0) + 1
+                    position += 1
     finally:
         consumer.close()
+        watcher.close()
     return stored
 
 

@@ -22,6 +22,8 @@ _COUNTERS = (
     "source_reconnects",
     "sink_reconnects",
     "recoveries",
+    "audits",
+    "audit_failures",
     "checkpoints",
 )
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from relay.event import Batch, Rejected
@@ -14,12 +14,31 @@ if TYPE_CHECKING:
     from relay.config import Config
 
 
+UNCOUNTABLE = ""
+"""Among the marks: 1 if what a destination holds beyond its mark is not simply the next events in their order."""
+ROUTING = "#"
+"""Among the marks: a fingerprint of the routing that they were made with. Not for the sink."""
+
+
 class Sink(Protocol):
     """What the pipeline needs from a broker."""
 
     @property
     def duplicates(self) -> int:
         """Events of which the broker said that it has them already. They are durable all the same."""
+        ...
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """What the checkpoint says of the broker, before `open`; `origin` begins the `relay-position` of our events.
+
+        Marks are for sinks with a fence: how far each destination is covered by the checkpoint. What it holds beyond is
+        read back by `open`, and events that are found there are not published again; the mark does not pass them until
+        they have come, or until a batch is `settled`.
+        """
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """After `open`: all marks, with the beginning of destinations that are seen for the first time."""
         ...
 
     async def open(self) -> None:
@@ -49,8 +68,14 @@ def open_sink(config: Config) -> Sink:
         case "jetstream":
             from relay.sink.jetstream import JetStreamSink  # noqa: PLC0415  only the chosen client is imported
 
-            return JetStreamSink(config.sink.jetstream)
+            return JetStreamSink(
+                config.sink.jetstream, reach=config.delivery.max_in_flight_events + config.delivery.max_batch_events
+            )
         case "kafka":
+            if config.sink.kafka.mode == "exactly-once":
+                from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink  # noqa: PLC0415
+
+                return ExactlyOnceKafkaSink(config.sink.kafka)
             from relay.sink.kafka import KafkaSink  # noqa: PLC0415
 
             return KafkaSink(config.sink.kafka)

@@ -10,7 +10,7 @@ import base64
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 import orjson
@@ -23,6 +23,10 @@ class ConsoleSink:
     """See the seam (`relay.sink.Sink`). Writes block: who reads slowly slows the relay down, and nothing is lost."""
 
     duplicates = 0  # a console never says so
+    marks: Mapping[str, int] = {}  # no fence
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """Without a fence there is nothing to resume."""
 
     def __init__(self, stream: BinaryIO | None = None) -> None:
         self._stream = sys.stdout.buffer if stream is None else stream

@@ -1,33 +1,56 @@
-"""The NATS JetStream sink, shared mode: other writers may use the stream, duplicates are kept out by `Nats-Msg-Id`.
+"""The NATS JetStream sink. Publishes are pipelined; it never reconnects by itself: after a failure it stays failed
+until the pipeline opens it again and submits what is not known to be durable.
 
-Publishes are pipelined with one ack inbox. This module opens and closes; the window of unacknowledged events is in
-`nats_window`, the connection in `nats_connection`, the streams in `nats_streams`. The sink never reconnects by itself:
-after a failure it stays failed until the pipeline opens it again and submits what is not known to be durable.
+    shared   other writers may use the stream: duplicates are kept out by `Nats-Msg-Id`      nats_window
+    fenced   the stream is this relay's alone: exactly once, in order, a zombie is refused    nats_fence
+
+This module opens, closes and chooses; the connection is in `nats_connection`, the streams are in `nats_streams`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from relay.config import JetStream
-from relay.errors import OperatorError, RelayError, SinkUnavailable
+from relay.errors import OperatorError, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Rejected
-from relay.sink.nats_connection import NatsConnection
+from relay.sink import ROUTING, UNCOUNTABLE
+from relay.sink.nats_chain import Chain, read_chain
+from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.nats_fence import FencedWindow
 from relay.sink.nats_streams import Streams
 from relay.sink.nats_window import Window
+
+log = logging.getLogger("relay.sink.nats")
 
 
 class JetStreamSink:
     """`direct=False` publishes through nats-py's public API; meant for tests of that fallback."""
 
-    def __init__(self, config: JetStream, *, direct: bool = True) -> None:
+    def __init__(self, config: JetStream, *, direct: bool = True, reach: int = 10_000) -> None:
+        """`reach`: how many unacknowledged events another relay of our name may have on the wire."""
         self._config = config
+        self._reach = reach
+        self._danger: dict[str, int] = {}
         self._direct = direct
         self._streams = Streams(config)
         self._connection: NatsConnection | None = None
         self._window: Window | None = None
         self._discovered: list[str] = []
         self._duplicates = 0
+        self._marks: dict[str, int] = {}
+        self._origin = ""
+        self._suspicious = False  # an event of the last window was refused: find out which
+        self._gaps = False  # a stream refused an event for good: what it holds behind it cannot be counted
+        self._shared = False  # somebody else writes to our streams, and is allowed to
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        self._marks, self._origin = dict(marks), origin
+
+    @property
+    def marks(self) -> dict[str, int]:
+        return dict(self._marks)
 
     @property
     def duplicates(self) -> int:
@@ -52,16 +75,67 @@ class JetStreamSink:
         try:
             await connection.open(window, self._discovered)
             await self._streams.load(connection)
+            if not self._shared and self._streams.fenced(self._config.mode):
+                fenced = FencedWindow(
+                    connection, self._streams.find, ack_timeout=self._config.ack_timeout, careful=self._suspicious
+                )
+                connection.listen(fenced)
+                self._window = window = fenced
+                await self._read_chains(connection, fenced)
+            if not isinstance(self._window, FencedWindow):
+                self._marks = {}
         except RelayError:
             failure = window.failure
             await self.close()
             if isinstance(failure, OperatorError):
                 raise failure from None  # a refused right is the reason why a request had no answer
             raise
+        except ApiError as exc:
+            await self.close()
+            raise SinkUnavailable(f"JetStream cannot be read back: {exc}") from None
         except BaseException:
             await self.close()
             raise
         self._discovered = connection.discovered or self._discovered
+
+    async def _read_chains(self, connection: NatsConnection, window: FencedWindow) -> None:
+        """What every stream holds beyond the checkpoint's mark; a stream seen for the first time begins here."""
+        streams, marks, config = self._streams, self._marks, self._config
+        countable = not marks.get(UNCOUNTABLE) and not self._gaps
+        chains = []
+        for stream in streams.known:
+            mark = marks.get(stream.name)
+            chain, strangers = await read_chain(
+                connection, streams.prefix, stream, mark, self._origin, counting=countable
+            )
+            if strangers and config.foreign_writer == "stop":
+                raise SetupError(
+                    f"stream {stream.name} has another writer: {strangers[0]}",
+                    hint='let only this relay publish to it; or set sink.jetstream.mode = "shared", which dedupes by '
+                    "message id and has no fence",
+                )
+            if strangers:
+                log.warning(
+                    "stream %s has another writer: %s; from now on without a fence (shared)", stream.name, strangers[0]
+                )
+                self._shared = True
+                raise SinkUnavailable(f"stream {stream.name} has another writer: opening again in shared mode")
+            if mark is not None and not countable:  # a predecessor in another order: see nats_fence
+                self._danger[stream.name] = max(chain.sent + self._reach, self._danger.get(stream.name, 0))
+            chain.danger = self._danger.get(stream.name, 0)
+            _report(chain)
+            chains.append(chain)
+        for name in marks.keys() - {stream.name for stream in streams.known} - {UNCOUNTABLE, ROUTING}:
+            log.warning(
+                "stream %s is not configured any more: events that it holds beyond the checkpoint may come again in "
+                "another stream",
+                name,
+            )
+        self._marks = {chain.stream: chain.mark for chain in chains}
+        if not countable:
+            self._marks[UNCOUNTABLE] = 1
+        poisoned = any(stream.poisons(connection.version) for stream in streams.known)
+        window.begin(chains, with_ids=not poisoned, uncountable=not countable)
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         window = self._window
@@ -84,6 +158,25 @@ class JetStreamSink:
         self._connection = self._window = None
         if window is not None:
             self._duplicates += window.duplicates
+            if isinstance(window, FencedWindow):
+                self._suspicious = window.suspicious
+                self._gaps = self._gaps or window.gaps
             window.fail(SinkUnavailable("the connection to NATS was closed"))
         if connection is not None:
             await connection.close()
+
+
+def _report(chain: Chain) -> None:
+    gone = chain.places.count(None)
+    if not chain.places:
+        return
+    log.info("stream %s holds %d events beyond the checkpoint", chain.stream, len(chain.places) - gone)
+    if gone and chain.counting:
+        log.info("%d more are not there any more (consumed or expired): they are skipped by their place", gone)
+    elif gone:
+        log.warning(
+            "%d messages of stream %s beyond the checkpoint are not there any more (consumed, expired or purged): "
+            "their events may be published again",
+            gone,
+            chain.stream,
+        )

@@ -20,19 +20,16 @@ and have no order among themselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from relay import config
 from relay.errors import EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Rejected
-from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing, translate
+from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing
 from relay.sink.kafka_session import Content, Flight, Lane, Logs, Session
+from relay.sink.kafka_topics import create_topics
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +41,10 @@ class KafkaSink:
     """See the seam (`relay.sink.Sink`). `publish` hands over synchronously while nothing is in the way."""
 
     duplicates = 0  # Kafka has no dedupe by id: it never says so
+    marks: Mapping[str, int] = {}  # no fence
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """Without a fence there is nothing to resume."""
 
     def __init__(self, section: config.Kafka) -> None:
         self._section = section
@@ -189,21 +190,11 @@ class KafkaSink:
         session.topics = await asyncio.to_thread(session.list_topics, min(self._section.connect_timeout, 5.0))
 
     async def _create(self, topics: Sequence[str]) -> None:
-        section = self._section
-        options: dict[str, Any] = {**self._user_options, "logger": Logs(chatty=False)}
-        admin = AdminClient(options)
-        new = [
-            NewTopic(t, num_partitions=section.partitions, replication_factor=section.replication_factor)
-            for t in topics
-        ]
-        futures = admin.create_topics(
-            new, operation_timeout=section.connect_timeout, request_timeout=section.connect_timeout
+        await asyncio.to_thread(
+            create_topics,
+            {**self._user_options, "logger": Logs(chatty=False)},
+            topics,
+            partitions=self._section.partitions,
+            replication_factor=self._section.replication_factor,
+            timeout=self._section.connect_timeout,
         )
-        for topic, future in futures.items():
-            try:
-                await asyncio.wrap_future(future)
-                log.info("topic.created", topic=topic)
-            except KafkaException as exc:
-                error = exc.args[0]
-                if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise translate(error, f"Kafka did not create topic {topic}") from None

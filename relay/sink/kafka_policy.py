@@ -174,11 +174,22 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
             _E.UNKNOWN_PRODUCER_ID,
             _E.INVALID_PRODUCER_EPOCH,
             _E.INVALID_PRODUCER_ID_MAPPING,
+            _E.INVALID_TXN_STATE,
+            _E.TRANSACTION_COORDINATOR_FENCED,
             _E.NOT_ENOUGH_REPLICAS,
             _E.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
             _E.KAFKA_STORAGE_ERROR,
             _E.REQUEST_TIMED_OUT,
             _E.THROTTLING_QUOTA_EXCEEDED,
+            _E.NETWORK_EXCEPTION,
+            _E.NOT_LEADER_FOR_PARTITION,
+            _E.LEADER_NOT_AVAILABLE,
+            _E.FENCED_LEADER_EPOCH,
+            _E.UNKNOWN_LEADER_EPOCH,
+            _E.COORDINATOR_LOAD_IN_PROGRESS,
+            _E.COORDINATOR_NOT_AVAILABLE,
+            _E.NOT_COORDINATOR,
+            _E.CONCURRENT_TRANSACTIONS,
         ),
         (SinkUnavailable, "is the broker up, and its disk not full?"),
     ),
@@ -204,3 +215,35 @@ def translate(error: Any, doing: str) -> RelayError:
     if error.retriable():
         return SinkUnavailable(text)
     return ProtocolError(text, hint="an error the relay does not know: it stops rather than guess; nothing is lost")
+
+
+_FENCED = frozenset((_E._FENCED, _E.PRODUCER_FENCED, _E.INVALID_PRODUCER_EPOCH))  # noqa: SLF001
+
+
+def translate_transaction(error: Any, doing: str) -> RelayError:
+    """The same for the transactional API: a transaction that cannot go on, or was taken from us, is tried anew."""
+    text = f"{doing}: {error.str()} ({error.name()})"
+    if error.code() in _FENCED:
+        return SinkUnavailable(
+            f"{text}: another producer took over our transactional id",
+            hint="if no other relay of this name took over, give each relay its own relay.name or "
+            "sink.kafka.transactional_id",
+        )
+    failure = translate(error, doing)
+    if type(failure) is ProtocolError and (error.txn_requires_abort() or error.fatal()):
+        return SinkUnavailable(text)
+    return failure
+
+
+def transactional_options(options: Mapping[str, Option], user: Mapping[str, Option], name: str) -> dict[str, Option]:
+    """Of the options for an idempotent producer those for a transactional one."""
+    kept = dict(options)
+    del kept["enable.gapless.guarantee"]  # a gap ends the transaction, not the producer
+    if not {"delivery.timeout.ms", "message.timeout.ms"} & user.keys():
+        del kept["delivery.timeout.ms"]  # librdkafka then takes the transaction's timeout
+    return {**kept, "transactional.id": name}
+
+
+def transactional_id(origin: str) -> str:
+    """ACLs name it: plain characters only."""
+    return "outbox-relay-" + re.sub(r"[^A-Za-z0-9._-]", "-", origin)

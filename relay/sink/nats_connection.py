@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class NatsConnection:
         self._denied: list[str] = []
         self._outbox: deque[Frame] = deque()
         self._publisher: asyncio.Task[None] | None = None
+        self._on_stored: Callable[[bytes, bytes], None] = _ignore
         self.inbox = b""
         self.max_payload = 0
         self.discovered: list[str] = []
@@ -131,7 +133,7 @@ class NatsConnection:
         if _wants_tls(url, self._config) and not wire.encrypted():
             raise _no_tls()
         if self._direct and wire.usable():
-            wire.intercept(AckParser(wire.parser(), self.inbox, self._listener.on_acks, self._listener.on_reply))
+            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply, self._stored))
             self._wire = wire
         else:
             log.info(
@@ -147,6 +149,17 @@ class NatsConnection:
         info = getattr(self._client, "_server_info", {})
         return bool(info.get("jetstream") or info.get("cluster") or self._config.domain)
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of the server, as (major, minor, patch)."""
+        return tuple(
+            int(part) for part in re.findall(r"\d+", getattr(self._client, "_server_info", {}).get("version", ""))[:3]
+        )
+
+    def listen(self, listener: Listener) -> None:
+        """From now on somebody else is told what arrives."""
+        self._listener = listener
+
     def send(self, frames: list[Frame]) -> None:
         """Write whole frames, in order. Never waits: what the socket does not take yet is bounded by the window."""
         if self._wire is not None:
@@ -161,10 +174,10 @@ class NatsConnection:
         try:
             while self._outbox:
                 line, rest = b"".join(self._outbox.popleft()).split(b"\r\n", 1)
-                _, subject, reply, size, _ = line.decode().split(" ")
+                _, subject, *reply, size, _ = line.decode().split(" ")
                 names = [header.split(": ", 1) for header in rest[: int(size)].decode().split("\r\n")[1:-2]]
                 headers = dict(names)
-                await self._client.publish(subject, rest[int(size) : -2], reply, headers)
+                await self._client.publish(subject, rest[int(size) : -2], reply[0] if reply else "", headers)
         except (nats.errors.Error, OSError, ValueError) as exc:
             self._lost(f"cannot publish: {exc}")
         finally:
@@ -196,6 +209,50 @@ class NatsConnection:
             raise ApiError(error.get("code", 0), error.get("err_code", 0), error.get("description", "unknown error"))
         return answer
 
+    async def headers(self, prefix: str, stream: str, first: int, last: int, quiet: float) -> dict[int, dict[str, str]]:
+        """Headers (names in lower case) of the messages from `first` to `last`, by sequence; many and fast.
+
+        What is missing is not there, or was not there yet where it was asked for: a replica, which may be behind.
+        """
+        found: dict[int, dict[str, str]] = {}
+        done = asyncio.Event()
+
+        def take(reply: bytes, block: bytes) -> None:
+            seq = int(reply.split(b".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
+            found[seq] = header_map(block)
+            if seq >= last:
+                done.set()
+
+        # A subject of its own: a consumer does not see the interest of a wildcard.
+        subject = f"{self.inbox.decode()}-0"
+        settings = {
+            "deliver_subject": subject,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": first,
+            "ack_policy": "none",
+            "headers_only": True,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": 10_000_000_000,
+        }
+        self._on_stored = take
+        try:
+            subscription = await self._client.subscribe(subject, cb=self._on_message)
+        except (nats.errors.Error, OSError) as exc:
+            raise SinkUnavailable(f"the connection to NATS was lost: {exc}") from None
+        answer = await self.request(f"{prefix}.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": settings})
+        while not done.is_set():
+            before = len(found)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(quiet):
+                    await done.wait()
+            if len(found) == before:
+                break
+        with contextlib.suppress(RelayError, ApiError, nats.errors.Error, OSError):
+            await subscription.unsubscribe()
+            await self.request(f"{prefix}.CONSUMER.DELETE.{stream}.{answer['name']}")
+        return {seq: headers for seq, headers in found.items() if seq <= last}
+
     def abort(self) -> None:
         """Drop the connection with everything that was not sent yet."""
         self._outbox.clear()
@@ -212,8 +269,21 @@ class NatsConnection:
             async with asyncio.timeout(1):  # nothing to wait for: the socket is gone already
                 await self._client.close()
 
+    def _on_acks(self, tokens: list[bytes]) -> None:
+        self._listener.on_acks(tokens)
+
+    def _on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
+        self._listener.on_reply(token, status, payload)
+
+    def _stored(self, reply: bytes, block: bytes) -> None:
+        self._on_stored(reply, block)
+
     async def _on_message(self, message: Msg) -> None:
         """Acks that came through nats-py's parser."""
+        if message.reply.startswith("$JS"):
+            lines = [f"{name}: {value}" for name, value in (message.headers or {}).items()]
+            self._on_stored(message.reply.encode(), "\r\n".join(["", *lines]).encode())
+            return
         token = message.subject.rpartition(".")[2].encode()
         status = (message.headers or {}).get("Status", "")
         self._listener.on_reply(token, status.encode(), message.data)
@@ -294,6 +364,20 @@ class _Wire:
         self._client._pending_data_size = 0  # noqa: SLF001
         if self._io is not None:
             self._io.abort()
+
+
+def header_map(block: bytes) -> dict[str, str]:
+    """Headers by their names in lower case; the first of a name counts."""
+    found: dict[str, str] = {}
+    for line in block.decode(errors="replace").split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.lower(), value.strip())
+    return found
+
+
+def _ignore(_: bytes, __: bytes) -> None:
+    """Nothing is being read back."""
 
 
 def _nowhere(_: bytes) -> None:

@@ -15,6 +15,8 @@ from relay.sink.subjects import covers
 
 log = structlog.get_logger("relay.sink.nats")
 
+OWNED = "outbox of the relay"  # the description of a stream that a relay made: only relays write to it
+
 _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
 _NOT_ENABLED = (10039, 10076)
@@ -27,6 +29,14 @@ class StreamState:
     name: str
     subjects: tuple[str, ...]
     refusal: str | None  # why nothing can be published to it
+    replicas: int = 1
+    owned: bool = False  # made by a relay, for itself
+    sourced: bool = False  # takes messages of other streams, too
+    retention: str = "limits"
+
+    def poisons(self, version: tuple[int, ...]) -> bool:
+        """Replicated streams of these servers remember the ids of messages that they refused, as if they had them."""
+        return self.replicas > 1 and (2, 10) <= version[:2] <= (2, 11)
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> StreamState:
@@ -39,7 +49,15 @@ class StreamState:
             refusal = "it does not acknowledge (no_ack)"
         elif config.get("allow_msg_counter"):
             refusal = "it is a counter"
-        return cls(config["name"], tuple(config.get("subjects") or ()), refusal)
+        return cls(
+            config["name"],
+            tuple(config.get("subjects") or ()),
+            refusal,
+            replicas=int(config.get("num_replicas") or 1),
+            owned=(config.get("description") or "").startswith(OWNED),
+            sourced=bool(config.get("sources")),
+            retention=config.get("retention") or "limits",
+        )
 
 
 class Streams:
@@ -47,22 +65,41 @@ class Streams:
 
     def __init__(self, config: JetStream) -> None:
         self._configured = config.streams
-        self._prefix = f"$JS.{config.domain}.API" if config.domain else "$JS.API"
-        self._known: list[StreamState] = []
+        self.prefix = f"$JS.{config.domain}.API" if config.domain else "$JS.API"
+        self.known: list[StreamState] = []
+
+    def fenced(self, mode: str) -> bool:
+        """Whether to publish with a fence: `auto` does where every stream is the relay's own."""
+        if mode == "shared" or not self.known:
+            return False
+        sourced = [stream.name for stream in self.known if stream.sourced]
+        if mode == "fenced":
+            if not self._configured:
+                raise SetupError(
+                    'sink.jetstream.mode = "fenced" needs the streams to be named',
+                    hint="list them under [[sink.jetstream.streams]]",
+                )
+            if sourced:
+                raise SetupError(
+                    f"stream {sourced[0]} takes messages of other streams: it cannot be fenced",
+                    hint='set sink.jetstream.mode = "shared"',
+                )
+            return True
+        return bool(self._configured) and not sourced and all(stream.owned for stream in self.known)
 
     async def load(self, connection: NatsConnection) -> None:
         """Read the streams from the server; create what is missing and may be created."""
         try:
             if self._configured:
-                self._known = [await self._expected(connection, stream) for stream in self._configured]
+                self.known = [await self._expected(connection, stream) for stream in self._configured]
             else:
-                self._known = await self._all(connection)
+                self.known = await self._all(connection)
         except ApiError as exc:
             raise _translated(exc) from None
 
     def find(self, topic: str) -> StreamState:
         """The stream of a topic. Raises SetupError if there is none, or if it takes nothing."""
-        for stream in self._known:
+        for stream in self.known:
             for subject in stream.subjects:
                 if covers(subject, topic):
                     if stream.refusal:
@@ -71,9 +108,9 @@ class Streams:
                             hint="publish to another stream, or recreate this one",
                         )
                     return stream
-        listed = "; ".join(f"{stream.name}: {', '.join(stream.subjects) or '-'}" for stream in self._known[:10])
-        if len(self._known) > 10:
-            listed += f"; and {len(self._known) - 10} more"
+        listed = "; ".join(f"{stream.name}: {', '.join(stream.subjects) or '-'}" for stream in self.known[:10])
+        if len(self.known) > 10:
+            listed += f"; and {len(self.known) - 10} more"
         where = "of the configured streams" if self._configured else "on the server"
         raise SetupError(
             f"no stream for subject {topic}; the streams {where} have {listed or 'no subjects: there are none'}",
@@ -83,7 +120,7 @@ class Streams:
 
     async def _expected(self, connection: NatsConnection, stream: Stream) -> StreamState:
         try:
-            answer = await connection.request(f"{self._prefix}.STREAM.INFO.{stream.name}")
+            answer = await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
         except ApiError as exc:
             if exc.err_code != _NOT_FOUND:
                 raise
@@ -115,6 +152,7 @@ class Streams:
         window = min(stream.duplicate_window, stream.max_age) if stream.max_age else stream.duplicate_window
         settings = {
             "name": stream.name,
+            "description": OWNED,
             "subjects": list(stream.subjects),
             "retention": "limits",
             "storage": "file",
@@ -124,10 +162,10 @@ class Streams:
             "duplicate_window": round(window * 1e9),
         }
         try:
-            answer = await connection.request(f"{self._prefix}.STREAM.CREATE.{stream.name}", settings)
+            answer = await connection.request(f"{self.prefix}.STREAM.CREATE.{stream.name}", settings)
         except ApiError as exc:
             if exc.err_code == _NAME_IN_USE:  # somebody was faster, with other settings: theirs count
-                return await connection.request(f"{self._prefix}.STREAM.INFO.{stream.name}")
+                return await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
             if exc.code < 500 and exc.err_code not in _NOT_ENABLED:
                 raise SetupError(
                     f"stream {stream.name} cannot be created: {exc}", hint="correct it in [[sink.jetstream.streams]]"
@@ -139,7 +177,7 @@ class Streams:
     async def _all(self, connection: NatsConnection) -> list[StreamState]:
         known: list[StreamState] = []
         while True:
-            answer = await connection.request(f"{self._prefix}.STREAM.LIST", {"offset": len(known)})
+            answer = await connection.request(f"{self.prefix}.STREAM.LIST", {"offset": len(known)})
             page: Sequence[dict[str, Any]] = answer.get("streams") or ()
             known += [StreamState.of(stream["config"]) for stream in page]
             if not page or len(known) >= answer.get("total", 0):

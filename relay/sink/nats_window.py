@@ -28,7 +28,7 @@ from relay.sink.nats_streams import StreamState
 Key = bytes | str | None
 MAX_HEADER_BYTES = 65_535  # the server's limit for a header block (10097)
 _MAX_ROUTES = 20_000
-_MAX_TEMPLATES = 2_000
+MAX_TEMPLATES = 2_000
 # Nats-* is a command to the server; of these only the one that routing sends for a row that names its stream.
 _HEADER_NAME = re.compile(r"(?!nats-(?!expected-stream$))[!-9;-~]+", re.IGNORECASE)
 _TOPIC = attrgetter("topic")
@@ -38,7 +38,7 @@ _TICKS = 4  # an ack timeout is noticed after one to one and a quarter of it
 class Flight:
     """One batch under way."""
 
-    __slots__ = ("batch", "first", "future", "lookup", "rejected", "remaining")
+    __slots__ = ("batch", "first", "future", "lookup", "marks", "rejected", "remaining")
 
     def __init__(self, batch: Batch, future: asyncio.Future[Sequence[Rejected]]) -> None:
         self.batch = batch
@@ -47,6 +47,7 @@ class Flight:
         self.remaining = len(batch.events)
         self.rejected: dict[int, Rejected] = {}  # by index in the batch
         self.lookup = False  # its publish call has to look for streams before anything more is sent
+        self.marks: dict[str, int] = {}  # fenced: sequence of its last event in each stream
 
 
 class Window:
@@ -188,7 +189,7 @@ class Window:
         if flight.remaining == 0:
             self._finish(flight)
         elif self._timer is None:
-            self._timer = self._loop.call_later(self._ack_timeout / _TICKS, self._watch)
+            self._start_timer()
 
     def _template(self, names: HeaderNames) -> tuple[bytes | None, int]:
         """Sizes and headers with % for each value, and the bytes of a header block without values.
@@ -198,9 +199,9 @@ class Window:
         try:
             return self._templates[names]
         except KeyError:
-            if len(self._templates) >= _MAX_TEMPLATES:
+            if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
-            fine = all(_HEADER_NAME.fullmatch(name) for name in names.names)
+            fine = sendable(names)
             block = b"NATS/1.0\r\nNats-Msg-Id: %b\r\n" + names.block + b"\r\n"
             fixed = len(block % ((b"",) * (len(names.names) + 1)))
             self._templates[names] = known = (b" %d %d\r\n" + block if fine else None, fixed)
@@ -278,10 +279,10 @@ class Window:
     def _reject_behind(self, key: Key, culprit: bytes) -> None:
         """Take back what waits in the lane of a rejected event; none of it was sent."""
         self._lanes.pop(key, None)
-        behind = [(token, flight) for token, (flight, of) in self._pending.items() if of == key]
-        for token, flight in behind:
+        queued = [(token, flight) for token, (flight, of) in self._pending.items() if of == key]
+        for token, flight in queued:
             del self._pending[token]
-            self._reject(flight, int(token), key, _behind(culprit))
+            self._reject(flight, int(token), key, behind(culprit))
 
     def _unblocked(self, flight: Flight, token: int, event: Event, key: Key) -> bool:
         """True if the event is the rejected one itself, submitted again; others are rejected behind it."""
@@ -289,7 +290,7 @@ class Window:
         if culprit == event.id:
             del self._blocked[key]
             return True
-        self._reject(flight, token, key, _behind(culprit))
+        self._reject(flight, token, key, behind(culprit))
         return False
 
     def _fault(self, event: Event) -> str:
@@ -310,15 +311,9 @@ class Window:
         if self.failure is not None:
             return
         self.failure = error
-        pending = self._pending
         for flight in self._flights:
-            batch, first = flight.batch, flight.first
-            if first >= 0:
-                batch.events = [
-                    event
-                    for index, event in enumerate(batch.events)
-                    if b"%d" % (first + index) in pending or index in flight.rejected
-                ]
+            if flight.first >= 0:
+                flight.batch.events = self._unfinished(flight)
             if not flight.future.done():
                 flight.future.set_exception(nats_acks.again(error))
         for state in (self._flights, self._pending, self._lanes, self._blocked, self._routes):
@@ -327,6 +322,18 @@ class Window:
         if self._timer is not None:
             self._timer.cancel()
         self._connection.abort()
+
+    def _unfinished(self, flight: Flight) -> list[Event]:
+        """The events of a batch that are not known to be durable."""
+        pending, first = self._pending, flight.first
+        return [
+            event
+            for index, event in enumerate(flight.batch.events)
+            if b"%d" % (first + index) in pending or index in flight.rejected
+        ]
+
+    def _start_timer(self) -> None:
+        self._timer = self._loop.call_later(self._ack_timeout / _TICKS, self._watch)
 
     def _watch(self) -> None:
         """The one timer. The oldest batch only waits for its own events, so it must progress, whatever others do."""
@@ -342,8 +349,13 @@ class Window:
         if self._quiet >= _TICKS:
             self.fail(SinkUnavailable(f"no acknowledgement from JetStream for {self._ack_timeout:g} s"))
         else:
-            self._timer = self._loop.call_later(self._ack_timeout / _TICKS, self._watch)
+            self._start_timer()
 
 
-def _behind(culprit: bytes) -> str:
+def sendable(names: HeaderNames) -> bool:
+    """Whether NATS takes headers of these names."""
+    return all(_HEADER_NAME.fullmatch(name) for name in names.names)
+
+
+def behind(culprit: bytes) -> str:
     return f"behind rejected event {culprit.decode(errors='replace')} of the same key"

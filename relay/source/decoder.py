@@ -32,7 +32,8 @@ class Decoder(ABC):
     def __init__(self, *, start: LSN, skip: Sample | None, bind: Bind, stamp: bytes) -> None:
         self.end = start
         self.reply_due = False  # Postgres asked for a sign of life
-        self.transactions = 0  # decoded since somebody last set this to 0
+        self.transactions: list[tuple[int, int, int]] = []
+        """(commit LSN, xid, events) of those that ended since somebody last took the list away."""
         self.skipped = 0  # events of transactions that the checkpoint's snapshot sees, likewise
         self.commit_lsn = start  # of the newest transaction that was looked into
         self._skip = skip
@@ -60,8 +61,10 @@ class Decoder(ABC):
 
     def _commit(self, end_lsn: int) -> None:
         self.end = LSN(end_lsn)
-        self._skipping = False
-        self.transactions += 1
+        transaction = self._transaction
+        if transaction is not None and self._ordinal and not self._skipping:
+            self.transactions.append((transaction.commit_lsn, transaction.xid, self._ordinal))
+        self._skipping, self._transaction = False, None
 
     def _other(self, data: bytes) -> None:
         """A message that is not the plugin's: a keepalive, which is a position in the same order as the commits."""

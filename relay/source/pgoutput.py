@@ -165,6 +165,7 @@ class PgoutputDecoder(Decoder):
                 begin = decode_begin(data, HEADER)
                 transaction, ordinal = self._begin(begin.final_lsn, begin.xid, begin.committed_at), 0
             elif kind == COMMIT:
+                self._transaction, self._ordinal = transaction, ordinal
                 self._commit(decode_commit(data, HEADER).end_lsn)
                 transaction = None
             elif kind == RELATION:

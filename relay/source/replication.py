@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from struct import Struct
-from typing import NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection, pq
@@ -23,15 +22,6 @@ from relay.source.session import PINNED, publication_missing, translate, transla
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
 _PG_EPOCH = 946_684_800
-
-
-class Identity(NamedTuple):
-    """Which server this is: LSNs mean nothing outside of it."""
-
-    system_identifier: str
-    timeline: int
-    end_lsn: LSN  # end of WAL now
-    database: str
 
 
 class WalSender:
@@ -71,12 +61,6 @@ class WalSender:
                     ) from exc
                 raise
         return cls(connection)
-
-    async def identify(self) -> Identity:
-        with translated():
-            row = await (await self._connection.execute("IDENTIFY_SYSTEM")).fetchone()
-        assert row is not None
-        return Identity(str(row[0]), int(row[1]), LSN.parse(row[2]), str(row[3]))
 
     async def create_slot(self, slot: str, plugin: str, *, failover: bool = False) -> LSN:
         """Create the slot; returns its consistent point P: every commit from P on will be streamed.

@@ -7,7 +7,7 @@ so that a column that only newer servers have is simply absent on older ones.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
@@ -98,6 +98,31 @@ class TableInfo:
     @property
     def partitioned(self) -> bool:
         return self.kind == "p"
+
+
+class Identity(NamedTuple):
+    """Which server this is: LSNs mean nothing outside of it."""
+
+    system_identifier: str
+    timeline: int
+    end_lsn: LSN  # end of WAL now
+    database: str
+    database_oid: int
+
+
+async def identity_of(session: Session) -> Identity:
+    """The same as IDENTIFY_SYSTEM, on an ordinary session."""
+    rows = await fetch(
+        session,
+        """
+        SELECT (SELECT system_identifier::text FROM pg_control_system()),
+               ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int,
+               pg_current_wal_insert_lsn()::text, datname, oid::bigint
+        FROM pg_database WHERE datname = current_database()
+        """,
+    )
+    system_identifier, timeline, end_lsn, database, oid = rows[0]
+    return Identity(system_identifier, timeline, LSN.parse(end_lsn), database, oid)
 
 
 def split(table: str) -> tuple[str, str]:

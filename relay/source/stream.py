@@ -50,14 +50,15 @@ class StreamSource:
             events = decoder.decode(messages, rejected)
             now = progress.last_heard = time.monotonic()
             progress.received_events += len(events) + len(rejected)
-            progress.received_transactions += decoder.transactions
+            transactions, decoder.transactions = decoder.transactions, []
+            progress.received_transactions += len(transactions)
             progress.skipped_events += decoder.skipped
-            decoder.transactions = decoder.skipped = 0
+            decoder.skipped = 0
             progress.received_lsn = decoder.end
             if decoder.reply_due:
                 decoder.reply_due = False
                 wal.send_status(decoder.end, self._confirmed, reply=False)
-            yield Batch(events, decoder.end, sum(map(len, messages)), now, rejected)
+            yield Batch(events, decoder.end, sum(map(len, messages)), now, rejected, transactions)
             await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
 
     async def confirm(self, lsn: LSN) -> None:

@@ -91,7 +91,7 @@ class Wal2jsonDecoder(Decoder):
                 elif action == _COMMIT:
                     # A commit's message starts, in the WAL, where the commit ends (`nextlsn`).
                     self._commit(int.from_bytes(data[1:9], "big"))
-                    self._begin_message, self._transaction = b"", None
+                    self._begin_message = b""
         except (KeyError, IndexError, TypeError, ValueError) as exc:  # JSONDecodeError is a ValueError
             raise ProtocolError(f"wal2json sent something else than expected: {type(exc).__name__}: {exc}") from exc
         return events

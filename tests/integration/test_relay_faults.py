@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -16,48 +15,16 @@ from relay.embedded import KafkaServer, NatsServer, PostgresServer
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.fix_proxy import Proxy
-from tests.relays import Ledger, RelayProcess, create_topic, eventually, jetstream, more_than, prepare, settings
+from tests.relays import Ledger, RelayProcess, create_topic, eventually, more_than, prepare, settings
 from tests.relays import kafka as kafka_sink
-from tests.sinks import Stored, read_jetstream, read_kafka
+from tests.scene import Scene
+from tests.sinks import read_kafka
 
 StartProxy = Callable[[str], Awaitable[Proxy]]
 MANY = (
     "INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, topic, payload)"
     " SELECT 'order', 'k' || i %% 50, 'made', %s, jsonb_build_object('i', i) FROM generate_series(1, %s) i"
 )
-
-
-class Scene:
-    """A database, a stream, a ledger, and the configuration that joins them."""
-
-    def __init__(self, dsn: str, url: str, name: str, folder: Path, **sections: Any) -> None:
-        self.dsn, self.url, self.name, self.folder = dsn, url, name, folder
-        self.sections = settings(dsn, jetstream(url, name), source={"slot": name}, **sections)
-        self.path = folder / "relay.toml"
-        self.ledger: Ledger
-
-    async def set_up(self) -> Scene:
-        self.path = await prepare(self.folder, self.sections)
-        self.ledger = Ledger(self.dsn, f"{self.name}.orders")
-        return self
-
-    async def read(self) -> list[Stored]:
-        return await read_jetstream(self.url, self.name)
-
-    async def settled(self, relay: RelayProcess, *, duplicates: int = 0) -> list[Stored]:
-        stored = await self.ledger.arrived(self.read, relay)
-        self.ledger.check(stored, duplicates=duplicates)
-        return stored
-
-    def query(self, statement: str, *values: object) -> tuple[Any, ...]:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            row = connection.execute(statement.encode(), values).fetchone()
-        assert row is not None
-        return row
-
-    def execute(self, statement: str, *values: object) -> None:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            connection.execute(statement.encode(), values or None)
 
 
 @pytest.fixture

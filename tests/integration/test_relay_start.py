@@ -217,7 +217,26 @@ async def test_a_publication_that_is_not_right(
 async def test_a_publication_that_goes_while_the_relay_runs(
     tmp_path: Path, any_database: Database, any_sections: dict[str, Any], nats: Nats, prefix: str
 ) -> None:
-    """Rows written without a publication are not skipped: the relay stops, and after `relay setup` they come."""
+    """Rows written without a publication come from the table; after `relay setup` it streams again."""
+    path = await prepare(tmp_path, any_sections)
+    ledger = Ledger(any_database.dsn, f"{prefix}.orders")
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        any_database.execute("DROP PUBLICATION outbox_relay")
+        ledger.write(5)
+        ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
+        assert "relay setup" in (await relay.says("stream.unavailable"))["hint"]
+        await prepare(tmp_path, any_sections)
+        await relay.says_again("stream.started", 1)
+        ledger.write(5, seed=2)
+        ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
+        await relay.stopped()
+
+
+async def test_in_stream_mode_a_publication_that_goes_stops_it(
+    tmp_path: Path, any_database: Database, any_sections: dict[str, Any], prefix: str
+) -> None:
+    any_sections["source"]["mode"] = "stream"
     path = await prepare(tmp_path, any_sections)
     ledger = Ledger(any_database.dsn, f"{prefix}.orders")
     with RelayProcess(path) as relay:
@@ -225,10 +244,6 @@ async def test_a_publication_that_goes_while_the_relay_runs(
         any_database.execute("DROP PUBLICATION outbox_relay")
         ledger.write(5)
         await relay.refuses(3, "outbox_relay", "relay setup")
-    await prepare(tmp_path, any_sections)
-    with RelayProcess(path) as relay:
-        ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
-        await relay.stopped()
 
 
 async def test_a_column_that_the_table_does_not_have(
@@ -266,6 +281,18 @@ async def test_no_stream_for_a_subject(
     with RelayProcess(write_config(tmp_path, sections)) as relay:
         ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, f"{prefix}b"), relay))
         await relay.stopped()
+
+
+@pytest.mark.guarantee("G10")
+async def test_no_stream_for_a_subject_while_streaming(
+    tmp_path: Path, database: Database, sections: dict[str, Any], prefix: str
+) -> None:
+    """What the broker lacks is for a person: polling the table would not cure it."""
+    path = await prepare(tmp_path, sections)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        Ledger(database.dsn, f"elsewhere{prefix}.orders").write(3)
+        await relay.refuses(3, f"elsewhere{prefix}.orders", "subjects")
 
 
 async def test_a_stream_that_does_not_exist(tmp_path: Path, sections: dict[str, Any], prefix: str) -> None:

@@ -37,6 +37,9 @@ from tests.sinks import (
 TOO_LARGE = b"x" * (2 << 20)  # more than either broker takes by default
 
 
+_ORIGIN = "conformance:1"
+
+
 class Server(Protocol):
     """What the embedded servers have in common."""
 
@@ -59,8 +62,11 @@ class Broker:
     server: Server | None = None
     stream: io.BytesIO | None = None
     address: str = ""
+    exactly_once: bool = False
 
     def event(self, seq: int, key: bytes | None = b"k", body: bytes | None = b"{}", **headers: bytes) -> Event:
+        if self.exactly_once:
+            headers["relay-position"] = b"%b:1" % _ORIGIN.encode()
         return make_event(seq, topic=self.topic, key=key, body=body, headers=headers)
 
     async def read(self) -> list[Stored]:
@@ -85,11 +91,13 @@ def _read_line(line: bytes) -> Stored:
     return Stored(shown["topic"], bytes_of(shown["key"]), headers, bytes_of(shown["body"]))
 
 
-def kafka_sink(bootstrap: str, topic: str, *, create: bool = True, **options: Any) -> Sink:
+def kafka_sink(bootstrap: str, topic: str, *, create: bool = True, mode: str = "idempotent", **options: Any) -> Sink:
     from relay.sink.kafka import KafkaSink
+    from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink
 
-    return KafkaSink(
+    made: Sink = (ExactlyOnceKafkaSink if mode == "exactly-once" else KafkaSink)(
         config.Kafka(
+            transactional_id=topic,
             create_topics=create,
             topics=(topic,),
             partitions=4,
@@ -97,34 +105,52 @@ def kafka_sink(bootstrap: str, topic: str, *, create: bool = True, **options: An
             options={"bootstrap.servers": bootstrap, **options},
         )
     )
+    made.resume({}, _ORIGIN)
+    return made
 
 
-def jetstream_sink(url: str, topic: str, *, create: bool = True, connect_timeout: float = 5.0) -> Sink:
+def jetstream_sink(
+    url: str, topic: str, *, create: bool = True, connect_timeout: float = 5.0, mode: str = "shared"
+) -> Sink:
     from relay.sink.jetstream import JetStreamSink
 
     stream = config.Stream(name=topic.replace(".", "_"), subjects=(topic,), create=create)
-    return JetStreamSink(
-        config.JetStream(servers=(url,), streams=(stream,), ack_timeout=2.0, connect_timeout=connect_timeout)
-    )
+    mode, _, slow = mode.partition(" ")
+    settings: dict[str, Any] = {"servers": (url,), "streams": (stream,), "ack_timeout": 2.0, "mode": mode}
+    made = JetStreamSink(config.JetStream(**settings, connect_timeout=connect_timeout), direct=not slow)
+    made.resume({}, _ORIGIN)
+    return made
 
 
 def _broker(kind: str, server: Any, prefix: str) -> Broker:
     topic = f"{prefix}.orders"
+    kind, _, mode = kind.partition(" ")
     if kind == "kafka":
         address = server.bootstrap
 
         def make() -> Sink:
-            return kafka_sink(address, topic)
+            return kafka_sink(address, topic, mode=mode)
     else:
         address = server.url
 
         def make() -> Sink:
-            return jetstream_sink(address, topic)
+            return jetstream_sink(address, topic, mode=mode)
 
-    return Broker(kind, topic, make(), make, None if kind == "kafka" else b"", server=server, address=address)
+    return Broker(
+        kind,
+        topic,
+        make(),
+        make,
+        None if kind == "kafka" else b"",
+        server=server,
+        address=address,
+        exactly_once=mode == "exactly-once",
+    )
 
 
-@pytest.fixture(params=["kafka", "jetstream", "console"])
+@pytest.fixture(
+    params=["kafka", "kafka exactly-once", "jetstream shared", "jetstream fenced", "jetstream fenced slow", "console"]
+)
 async def broker(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[Broker]:
     if request.param == "console":
         stream = io.BytesIO()
@@ -134,17 +160,17 @@ async def broker(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[B
 
         made = Broker("console", f"{prefix}.orders", make(), make, None, stream=stream)
     else:
-        fixture = {"kafka": "kafka", "jetstream": "nats"}[request.param]
+        fixture = "nats" if request.param.startswith("jetstream") else "kafka"
         made = _broker(request.param, request.getfixturevalue(fixture), prefix)
     await made.sink.open()
     yield made
     await made.sink.close()
 
 
-@pytest.fixture(params=["kafka", "jetstream"])
+@pytest.fixture(params=["kafka", "kafka exactly-once", "jetstream shared", "jetstream fenced"])
 async def fragile(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[Broker]:
     """A broker of the test's own, to break."""
-    fixture = {"kafka": "own_kafka", "jetstream": "own_nats"}[request.param]
+    fixture = "own_nats" if request.param.startswith("jetstream") else "own_kafka"
     made = _broker(request.param, request.getfixturevalue(fixture), prefix)
     await made.sink.open()
     yield made
@@ -304,12 +330,12 @@ async def test_broker_killed_in_the_middle(fragile: Broker) -> None:
     assert {item.id: item.body for item in stored} == {event.id: event.body for event in events}
 
 
-@pytest.mark.parametrize("kind", ["kafka", "jetstream"])
+@pytest.mark.parametrize("kind", ["kafka", "kafka exactly-once", "jetstream"])
 async def test_broker_down_at_open(kind: str, prefix: str) -> None:
     port = free_port()
     sink = (
-        kafka_sink(f"127.0.0.1:{port}", f"{prefix}.orders", connect_timeout=1.0)
-        if kind == "kafka"
+        kafka_sink(f"127.0.0.1:{port}", f"{prefix}.orders", mode=kind[6:], connect_timeout=1.0)
+        if kind != "jetstream"
         else jetstream_sink(f"nats://127.0.0.1:{port}", f"{prefix}.orders", connect_timeout=1.0)
     )
     with pytest.raises(SinkUnavailable):
@@ -317,11 +343,11 @@ async def test_broker_down_at_open(kind: str, prefix: str) -> None:
     await sink.close()
 
 
-@pytest.mark.parametrize("kind", ["kafka", "jetstream"])
+@pytest.mark.parametrize("kind", ["kafka", "kafka exactly-once", "jetstream"])
 async def test_destination_missing_at_open(kind: str, prefix: str, request: pytest.FixtureRequest) -> None:
     topic = f"{prefix}.nowhere"
-    if kind == "kafka":
-        sink = kafka_sink(request.getfixturevalue("kafka").bootstrap, topic, create=False)
+    if kind != "jetstream":
+        sink = kafka_sink(request.getfixturevalue("kafka").bootstrap, topic, mode=kind[6:], create=False)
     else:
         sink = jetstream_sink(request.getfixturevalue("nats").url, topic, create=False)
     with pytest.raises(SetupError, match=f"{prefix}.nowhere") as caught:
@@ -335,7 +361,8 @@ async def test_destination_missing_at_publish(broker: Broker) -> None:
         return
     sink = broker.sink
     if broker.kind == "kafka":
-        sink = kafka_sink(broker.address, broker.topic, create=False)
+        mode = "exactly-once" if broker.exactly_once else "idempotent"
+        sink = kafka_sink(broker.address, broker.topic, mode=mode, create=False)
         await sink.open()
     lost = batch_of([make_event(2, topic=f"{broker.topic}.nowhere.at.all")])
     with pytest.raises(SetupError, match="nowhere") as caught:

@@ -1,4 +1,4 @@
-"""Snapshots and samples: what may be called published, and when. Pure parts; the store is tested on real servers."""
+"""Snapshots, and whose checkpoint it is. Pure parts; the store is tested on real servers, samples in test_audit.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relay.checkpoint import EMPTY, Checkpoint, Sample, Samples, Snapshot, guard
+from relay.checkpoint import EMPTY, Checkpoint, Sample, Snapshot, guard
 from relay.errors import SetupError
 from relay.lsn import LSN
 
@@ -73,48 +73,6 @@ def test_widening_around_the_epochs() -> None:
         for xmax in range(epoch * EPOCH - 4, epoch * EPOCH + 8):
             for wide in range(epoch * EPOCH - 50, epoch * EPOCH + 50):
                 assert Snapshot(xmax, xmax).widen(wide % EPOCH) == wide
-
-
-LSNS = st.integers(0, 10_000).map(LSN)
-
-
-@pytest.mark.guarantee("G1")
-@given(st.lists(st.tuples(LSNS, st.booleans()), max_size=60), st.integers(2, 12))
-def test_only_a_covered_sample_is_promoted_and_always_the_newest(steps: list[tuple[LSN, bool]], limit: int) -> None:
-    samples, sampled, acknowledged = Samples(limit), LSN(0), LSN(0)
-    waiting: list[Sample] = []
-    for lsn, promote in steps:
-        if promote:
-            acknowledged = max(acknowledged, lsn)
-            promoted = samples.promote(acknowledged)
-            covered = [sample for sample in waiting if sample.lsn <= acknowledged]
-            if promoted is None:
-                # Thinning drops samples in between, never the oldest one: nothing is covered only if that is not.
-                assert not covered
-            else:
-                assert promoted in covered
-                if len(waiting) <= limit:
-                    assert promoted == covered[-1]
-            waiting = [sample for sample in waiting if sample.lsn > acknowledged]
-        else:
-            sampled = max(sampled, lsn)
-            sample = Sample(Snapshot(3 + sampled, 3 + sampled), sampled)
-            samples.add(sample)
-            waiting.append(sample)
-
-
-@pytest.mark.guarantee("G8")
-def test_samples_are_thinned_and_keep_their_ends() -> None:
-    """A broker that is away for days leaves no more than a handful of samples."""
-    samples, limit = Samples(16), 16
-    for lsn in range(1, 5000):
-        samples.add(Sample(EMPTY, LSN(lsn)))
-        assert len(samples._waiting) <= limit
-        assert samples._waiting[0].lsn == 1
-        assert samples._waiting[-1].lsn == lsn
-    assert samples.promote(LSN(0)) is None
-    assert samples.promote(LSN(4999)) == Sample(EMPTY, LSN(4999))
-    assert samples.promote(LSN(9999)) is None
 
 
 NOW = Sample(Snapshot(1000, 1000), LSN(5000))

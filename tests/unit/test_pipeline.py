@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relay.checkpoint import Sample, Snapshot
-from relay.config import Checkpoint as CheckpointSection
 from relay.config import Delivery
 from relay.errors import (
     EventRejected,
@@ -24,16 +22,15 @@ from relay.errors import (
     SetupError,
     SinkUnavailable,
     SourceUnavailable,
-    Superseded,
+    decisive,
 )
 from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
 from relay.lsn import LSN, NOWHERE
 from relay.metrics import Metrics
-from relay.pipeline import Checkpointer, Pipeline
+from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.sink import Sink
-from relay.supervisor import decisive
-from tests.fakes import Act, FaultySink, ListSource, RecordingStore
+from tests.fakes import Act, FaultySink, ListSource
 
 QUICK = Delivery(backoff_initial=1e-6, backoff_max=1e-6, shutdown_timeout=30.0)
 
@@ -134,7 +131,7 @@ async def test_any_history(
             assert progress.in_flight_events < window + largest
             if sink.held and turn % 3 == 0:
                 sink.release(releases[turn % len(releases)])
-    assert pipeline.acknowledged == progress.acknowledged_lsn == end
+    assert pipeline.acknowledged == end
     assert (progress.in_flight_events, progress.in_flight_bytes) == (0, 0)
     assert progress.published_events == len(events)
     # G2: a consumer that dedupes sees each key in commit order; and nothing is missing.
@@ -362,107 +359,6 @@ async def test_a_bug_in_the_sink_is_not_retried() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(pipeline.run(ListSource([batch(1)])), 10)
     assert caught.group_contains(ZeroDivisionError)
-
-
-# ------------------------------------------------------------------------------------------------------- checkpointer
-
-
-def sample(lsn: int) -> Sample:
-    return Sample(Snapshot(lsn, lsn), LSN(lsn))
-
-
-class Saving:
-    """A checkpointer, with everything around it in the test's hands."""
-
-    def __init__(self, *samples: int, start: int = 100, snap: int = 100) -> None:
-        self.journal: list[tuple[str, LSN]] = []
-        self.store = RecordingStore([sample(lsn) for lsn in samples], self.journal)
-        self.progress = Progress()
-        self.pipeline = Pipeline(
-            FaultySink(), QUICK, self.progress, Metrics(self.progress, relay_name="t", stalled_after=30.0), LSN(start)
-        )
-        journal = self.journal
-
-        class Source(ListSource):
-            async def confirm(self, lsn: LSN) -> None:
-                journal.append(("confirm", lsn))
-
-        self.checkpointer = Checkpointer(
-            self.store,
-            self.pipeline,
-            Source([]),
-            self.progress,
-            CheckpointSection(history_interval=1e-9),
-            (LSN(start), sample(snap)),
-        )
-
-    async def tick(self, acknowledged: int, *, events: bool) -> None:
-        self.pipeline.acknowledged = LSN(acknowledged)
-        if events:
-            self.pipeline.last_event_lsn = LSN(acknowledged)
-        await self.checkpointer.tick()
-
-
-@pytest.mark.guarantee("G1")
-@given(st.lists(st.tuples(st.integers(0, 2**21), st.integers(-(2**20), 2**20), st.booleans()), max_size=30))
-async def test_saved_before_confirmed_and_never_more_than_acknowledged(steps: list[tuple[int, int, bool]]) -> None:
-    saving, acknowledged, sampled = Saving(100), 100, 100
-    for step, ahead, events in steps:
-        acknowledged += step
-        sampled = max(sampled, acknowledged + ahead)  # the end of WAL never goes back
-        saving.store.samples.clear()
-        saving.store.samples.append(sample(sampled))
-        before = len(saving.journal)
-        await saving.tick(acknowledged, events=events and step > 0)
-        new = [entry for entry in saving.journal[before:] if entry[0] != "remember"]
-        assert new in ([], [("save", acknowledged), ("confirm", acknowledged)])
-        if new:
-            assert saving.store.saved[-1][1].lsn <= acknowledged  # only a covered snapshot is promoted
-        assert saving.progress.confirmed_lsn <= acknowledged
-    snapshots = [promoted.lsn for _, promoted in saving.store.saved]
-    assert snapshots == sorted(snapshots)
-
-
-@pytest.mark.guarantee("G7")
-async def test_an_idle_outbox_writes_nothing_until_foreign_wal_adds_up() -> None:
-    saving = Saving(*range(200, 100_200, 1000))
-    for lsn in range(200, 100_000, 1000):
-        await saving.tick(lsn, events=False)
-    assert saving.journal == []
-    await saving.tick(100 + (1 << 20), events=False)
-    assert [what for what, _ in saving.journal] == ["save", "confirm"]
-
-
-async def test_saves_again_until_the_snapshot_covers_the_last_event_and_then_rests() -> None:
-    saving = Saving(150, 260, 270, 280, 290, 300, 310)
-    await saving.tick(200, events=True)  # sample 150 is covered, but not the event
-    assert saving.store.saved == [(200, sample(150))]
-    await saving.tick(200, events=False)  # sample 260 waits for a keepalive
-    assert len(saving.store.saved) == 1
-    await saving.tick(275, events=False)
-    assert saving.store.saved[1:] == [(275, sample(270))]
-    for lsn in (285, 295, 305):
-        await saving.tick(lsn, events=False)
-    assert len(saving.store.saved) == 2
-
-
-async def test_history_is_kept_only_while_events_move() -> None:
-    saving = Saving(*range(150, 190, 10))
-    saving.progress.published_events += 1
-    await saving.tick(160, events=True)
-    assert [what for what, _ in saving.journal] == ["save", "confirm", "remember"]
-    await saving.tick(170, events=True)
-    assert [what for what, _ in saving.journal].count("remember") == 1
-
-
-@pytest.mark.guarantee("G6")
-async def test_a_superseded_relay_confirms_nothing() -> None:
-    saving = Saving(150)
-    saving.store.failure = Superseded("epoch 2")
-    with pytest.raises(Superseded):
-        await saving.tick(160, events=True)
-    assert saving.journal == []
-    assert saving.progress.confirmed_lsn == 0
 
 
 # ----------------------------------------------------------------------------------------------- the fake's contract

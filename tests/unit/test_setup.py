@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from relay.adopt import Step
 from relay.errors import RelayError, SetupError, SlotBusy, SlotLost
 from relay.lsn import LSN
-from relay.setup import VERSION, Step, fill, load, script
+from relay.setup import VERSION, fill, load, script
 from relay.source.slot import SlotInfo, slot_fault
 from relay.status import state_of
 

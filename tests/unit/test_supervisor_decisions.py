@@ -1,4 +1,4 @@
-"""The supervisor's decisions: which failure counts, how to go on, which table is ours. Sessions need real servers."""
+"""Decisions of supervisor and life: which failure counts, how to go on, which table is ours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import relay.life
 import relay.supervisor as module
 from relay import errors
 from relay.backoff import Backoff
@@ -22,18 +23,22 @@ from relay.errors import (
     SetupError,
     SinkUnavailable,
     SlotBusy,
+    SlotGivenUp,
     SlotLost,
     SourceUnavailable,
+    StreamIncomplete,
     Superseded,
     TransientError,
+    decisive,
 )
+from relay.life import Life, Memory
 from relay.lsn import LSN
 from relay.metrics import Metrics
+from relay.outbox import mappings
 from relay.progress import Progress, State
 from relay.singleton import STANDBY_INTERVAL
-from relay.source.replication import Identity
-from relay.source.slot import SlotInfo
-from relay.supervisor import Supervisor, decisive
+from relay.source.slot import Identity, SlotInfo
+from relay.supervisor import Supervisor
 from tests.fakes import FaultySink
 
 IDENTITY = Identity("7", 1, LSN(5000), "shop")
@@ -103,14 +108,14 @@ def test_exit_codes() -> None:
 # ----------------------------------------------------------------------------------------------------- the retry loop
 
 
-async def outcomes(relay: Supervisor, monkeypatch: pytest.MonkeyPatch, *results: BaseException | None) -> list[float]:
+async def outcomes(one: Supervisor, monkeypatch: pytest.MonkeyPatch, *results: BaseException | None) -> list[float]:
     """Run it through sessions that end like this; then it is stopped. Returns how long it would have waited."""
     waits: list[float] = []
     script = list(results)
 
     async def session() -> None:
         if not script:
-            relay.stop()
+            one.stop()
             return
         result = script.pop(0)
         if result is not None:
@@ -119,16 +124,16 @@ async def outcomes(relay: Supervisor, monkeypatch: pytest.MonkeyPatch, *results:
     async def pause(stopping: asyncio.Event, seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(relay, "_session", session)
+    monkeypatch.setattr(one, "_live", session)
     monkeypatch.setattr(module, "pause", pause)
-    await relay.run()
+    await one.run()
     return waits
 
 
 async def test_transient_failures_are_retried_for_ever_with_growing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, progress, _ = supervisor(delivery={"backoff_initial": 100.0, "backoff_max": 10_000.0})
+    one, progress, _ = supervisor(delivery={"backoff_initial": 100.0, "backoff_max": 10_000.0})
     group = ExceptionGroup("tasks", [SourceUnavailable("gone", hint="wait"), SinkUnavailable("too")])
-    waits = await outcomes(relay, monkeypatch, *[SourceUnavailable("gone", hint="wait")] * 10, group)
+    waits = await outcomes(one, monkeypatch, *[SourceUnavailable("gone", hint="wait")] * 10, group)
     assert len(waits) == 11
     assert all(100 * 2**n / 2 <= wait <= 100 * 2**n for n, wait in enumerate(waits[:7]))
     assert all(5000 <= wait <= 10_000 for wait in waits[7:])
@@ -139,7 +144,7 @@ async def test_transient_failures_are_retried_for_ever_with_growing_waits(monkey
 @pytest.mark.guarantee("G6")
 @pytest.mark.parametrize("failure", [SlotBusy("in use"), Superseded("epoch 2")])
 async def test_where_another_relay_is_active_it_stands_by(failure: RelayError, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, progress, _ = supervisor()
+    one, progress, _ = supervisor()
     entered: list[State] = []
 
     def enter(self: Progress, state: State) -> bool:
@@ -147,7 +152,7 @@ async def test_where_another_relay_is_active_it_stands_by(failure: RelayError, m
         return True
 
     monkeypatch.setattr(Progress, "enter", enter)
-    assert await outcomes(relay, monkeypatch, failure, failure) == [STANDBY_INTERVAL] * 2
+    assert await outcomes(one, monkeypatch, failure, failure) == [STANDBY_INTERVAL] * 2
     assert entered == ["standby", "standby", "stopped"]
     assert progress.source_reconnects == 0
 
@@ -155,9 +160,9 @@ async def test_where_another_relay_is_active_it_stands_by(failure: RelayError, m
 @pytest.mark.guarantee("G10")
 @pytest.mark.parametrize("failure", [SetupError("x"), EventRejected("x"), ContractError("x"), ProtocolError("x")])
 async def test_what_only_a_person_can_cure_ends_it(failure: RelayError, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, progress, sink = supervisor()
+    one, progress, sink = supervisor()
     with pytest.raises(type(failure)) as caught:
-        await outcomes(relay, monkeypatch, ExceptionGroup("tasks", [SourceUnavailable("a"), failure]))
+        await outcomes(one, monkeypatch, ExceptionGroup("tasks", [SourceUnavailable("a"), failure]))
     assert caught.value is failure
     assert progress.state == "stopped"
     with pytest.raises(SinkUnavailable, match="closed"):
@@ -165,20 +170,20 @@ async def test_what_only_a_person_can_cure_ends_it(failure: RelayError, monkeypa
 
 
 async def test_a_bug_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, progress, _ = supervisor()
+    one, progress, _ = supervisor()
     with pytest.raises(ZeroDivisionError):
-        await outcomes(relay, monkeypatch, ZeroDivisionError())
+        await outcomes(one, monkeypatch, ZeroDivisionError())
     assert progress.state == "stopped"
 
 
 async def test_a_stop_is_heard_while_waiting() -> None:
-    relay, _, _ = supervisor(delivery={"backoff_initial": 3600.0, "backoff_max": 3600.0})
+    one, _, _ = supervisor(delivery={"backoff_initial": 3600.0, "backoff_max": 3600.0})
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        waiting = group.create_task(relay._wait_after(SourceUnavailable("gone"), Backoff(3600.0, 3600.0)))
+        waiting = group.create_task(one._wait_after(SourceUnavailable("gone"), Backoff(3600.0, 3600.0)))
         await asyncio.sleep(0)
         assert not waiting.done()
-        relay.stop()
-    await relay.run()  # nothing left to do
+        one.stop()
+    await one.run()  # nothing left to do
 
 
 # ------------------------------------------------------------------------------------------ stream on, or recover
@@ -188,15 +193,42 @@ def checkpoint(phase: str = "stream", lsn: int = 4000) -> Checkpoint:
     return Checkpoint(1, "7", 1, "outbox_relay", LSN(lsn), Snapshot(900, 900), LSN(lsn), phase, None)
 
 
+def life(memory: Memory | None = None, **sections: Any) -> Life:
+    progress = Progress()
+    made = Life(
+        Config.model_validate(sections),
+        None,  # type: ignore[arg-type]  # nothing is asked of a server here
+        FaultySink(),
+        progress,
+        Metrics(progress, relay_name="t"),
+        asyncio.Event(),
+        memory or Memory(),
+        None,
+    )
+    made._identity = IDENTITY
+    made._mappings = mappings(made._config.outbox)
+    return made
+
+
 async def fault(
-    monkeypatch: pytest.MonkeyPatch, slot: SlotInfo | None, saved: Checkpoint, mode: str = "auto"
+    monkeypatch: pytest.MonkeyPatch,
+    slot: SlotInfo | None,
+    saved: Checkpoint,
+    mode: str = "auto",
+    *,
+    memory: Memory | None = None,
+    publication: RelayError | None = None,
 ) -> SlotLost | None:
     async def slot_info(session: Any, name: str) -> SlotInfo | None:
         return slot
 
-    monkeypatch.setattr(module, "slot_info", slot_info)
-    relay, _, _ = supervisor(source={"mode": mode})
-    return await relay._fault(None, saved, IDENTITY)  # type: ignore[arg-type]
+    async def check_publication(session: Any, config: Config) -> None:
+        if publication is not None:
+            raise publication
+
+    monkeypatch.setattr(relay.life, "slot_info", slot_info)
+    monkeypatch.setattr(relay.life, "check_publication", check_publication)
+    return await life(memory, source={"mode": mode})._fault(saved)
 
 
 @pytest.mark.guarantee("G5")
@@ -213,17 +245,44 @@ async def test_the_first_start_and_an_interrupted_recovery_are_recoveries_in_eve
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for mode in ("auto", "stream"):
-        for phase in ("new", "recover"):
+        for phase in ("new", "recover", "poll"):
             assert isinstance(await fault(monkeypatch, SLOT, checkpoint(phase), mode), SlotLost)
 
 
 async def test_in_stream_mode_a_lost_slot_is_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SlotLost):
         await fault(monkeypatch, None, checkpoint(), "stream")
+    with pytest.raises(SetupError):
+        await fault(monkeypatch, SLOT, checkpoint(), "stream", publication=SetupError("no table"))
+
+
+@pytest.mark.guarantee("G5")
+async def test_what_the_last_life_learnt_is_a_reason_to_recover(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await fault(monkeypatch, SLOT, checkpoint(), memory=Memory(failed_audits=1)) is None
+    for memory in (Memory(lost=SlotGivenUp("too much")), Memory(failed_audits=2)):
+        assert isinstance(await fault(monkeypatch, SLOT, checkpoint(), memory=memory), SlotLost)
+    found = await fault(monkeypatch, SLOT, checkpoint(), publication=SetupError("no table", hint="add it"))
+    assert found is not None and "no table" in str(found) and found.hint == "add it"
+    with pytest.raises(SetupError):  # at the first start a person is there
+        await fault(monkeypatch, SLOT, checkpoint("new"), publication=SetupError("no table"))
+
+
+def test_a_life_learns_from_what_ended_it() -> None:
+    memory = Memory()
+    one = life(memory)
+    incomplete = StreamIncomplete("x", since="3:3:", until="4:4:", until_lsn="0/1", xids=None, counted=0)
+    one._learn(incomplete)
+    one._learn(incomplete)
+    assert (memory.incomplete, memory.failed_audits, memory.lost) == (incomplete, 2, None)
+    one._learn(SourceUnavailable("gone"))
+    given_up = SlotGivenUp("too much")
+    one._learn(given_up)
+    lost: RelayError | None = memory.lost
+    assert memory.gave_up and lost is given_up
 
 
 async def test_a_slot_that_is_not_ours_to_replace_is_never_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for changes in ({"database": "other"}, {"plugin": "wal2json"}, {"slot_type": "physical"}):
+    for changes in ({"database": "other"}, {"slot_type": "physical"}):
         slot = SlotInfo(**{"name": "s", "plugin": "pgoutput", "database": "shop", **changes})  # type: ignore[arg-type]
         with pytest.raises(SetupError):
             await fault(monkeypatch, slot, checkpoint())
@@ -232,11 +291,16 @@ async def test_a_slot_that_is_not_ours_to_replace_is_never_recovered(monkeypatch
         await fault(monkeypatch, busy, checkpoint())
 
 
+async def test_a_plugin_that_was_changed_in_the_configuration_is_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = SlotInfo(name="s", plugin="wal2json", database="shop", confirmed_flush_lsn=LSN(1))
+    assert isinstance(await fault(monkeypatch, slot, checkpoint()), SlotLost)
+
+
 # -------------------------------------------------------------------------------------------------- tables, positions
 
 
 def test_only_configured_tables_are_bound() -> None:
-    relay, _, _ = supervisor(outbox=[Outbox(table="shop.events").model_dump(exclude_unset=True)])
+    one = life(outbox=[Outbox(table="shop.events").model_dump(exclude_unset=True)])
     names = [
         "seq",
         "id",
@@ -251,14 +315,14 @@ def test_only_configured_tables_are_bound() -> None:
         "xid",
     ]
     columns = [(name, 25) for name in names]
-    assert relay._bind("shop.events", columns) is not None
-    assert relay._bind("public.events", columns) is None
+    assert one._bind("shop.events", columns) is not None
+    assert one._bind("public.events", columns) is None
     with pytest.raises(ContractError):
-        relay._bind("shop.events", columns[:3])
+        one._bind("shop.events", columns[:3])
 
 
 @pytest.mark.guarantee("G3")
 def test_positions_name_relay_system_epoch_phase() -> None:
-    relay, progress, _ = supervisor(relay={"name": "shop"})
-    progress.epoch = 4
-    assert relay._stamp(IDENTITY, "stream", "1") == b"shop:7:4:stream:1:"
+    one = life(relay={"name": "shop"})
+    one._progress.epoch = 4
+    assert one._stamp("stream", "1") == b"shop:7:4:stream:1:"

@@ -75,7 +75,7 @@ def test_a_transaction() -> None:
     assert first.transaction is second.transaction
     assert first.transaction.xid == 7 and first.transaction.commit_lsn == 0x100
     assert first.transaction.committed_at == 1767323045.5
-    assert (reader.end, reader.transactions) == (0x140, 1)
+    assert (reader.end, reader.transactions) == (0x140, [(0x100, 7, 2)])
 
 
 def test_the_position_moves_at_commits_and_keepalives_only() -> None:
@@ -90,7 +90,7 @@ def test_empty_transactions_are_not_even_parsed() -> None:
     reader = decoder()
     noise = xlog_data(b'{"action":"B" this is not JSON')
     assert decode(reader, *[noise, commit()] * 100) == []
-    assert reader.transactions == 100 and reader.end == 0x140
+    assert reader.transactions == [] and reader.end == 0x140
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))

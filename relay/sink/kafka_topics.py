@@ -1,0 +1,79 @@
+"""Topics of Kafka, asked and made: blocking calls, each with a time limit. Errors are translated here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import structlog
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.cimpl import NewTopic
+
+from relay.errors import SetupError, SinkUnavailable
+from relay.sink.kafka_policy import translate
+
+log = structlog.get_logger(__name__)
+
+_AGAIN = 0.05
+
+
+def destination(topic: str, partition: int) -> str:
+    """The name of a partition in marks. A topic's name has no slash."""
+    return f"{topic}/{partition}"
+
+
+def parsed(name: str) -> tuple[str, int]:
+    topic, _, partition = name.rpartition("/")
+    return topic, int(partition)
+
+
+def create_topics(
+    options: Mapping[str, Any],
+    topics: Iterable[str],
+    *,
+    partitions: int,
+    replication_factor: int,
+    timeout: float,
+    settings: Mapping[str, str] | None = None,
+) -> None:
+    """Make topics; one that exists already is as good as made."""
+    admin = AdminClient(dict(options))
+    new = [
+        NewTopic(name, num_partitions=partitions, replication_factor=replication_factor, config=dict(settings or {}))
+        for name in topics
+    ]
+    futures = admin.create_topics(new, operation_timeout=timeout, request_timeout=timeout)
+    for topic, future in futures.items():
+        try:
+            future.result()
+            log.info("topic.created", topic=topic)
+        except KafkaException as exc:
+            error = exc.args[0]
+            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise translate(error, f"Kafka did not create topic {topic}") from None
+
+
+def ends(options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], timeout: float) -> dict[str, int]:
+    """Where each partition ends now, open transactions included."""
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    asked = {TopicPartition(topic, partition): latest for topic, partition in partitions}
+    if not asked:
+        return {}
+    admin = AdminClient(dict(options))
+    deadline = time.monotonic() + timeout
+    found: dict[str, int] = {}
+    while asked:
+        futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=timeout)
+        for spot, future in futures.items():
+            try:
+                found[destination(spot.topic, spot.partition)] = future.result().offset
+                del asked[spot]
+            except KafkaException as exc:
+                failure = translate(exc.args[0], f"Kafka does not say where {spot.topic} ends")
+                # A topic that was made a moment ago, or a leader that moved: it will be known soon.
+                if not isinstance(failure, SinkUnavailable | SetupError) or time.monotonic() > deadline:
+                    raise failure from None
+                time.sleep(_AGAIN)
+    return found

@@ -1,0 +1,319 @@
+"""Fenced publishing to a stream that is ours alone: exactly once and in order, through crashes of everybody (G4).
+
+Every event carries `Nats-Expected-Last-Sequence`, so each is stored only directly behind its predecessor: a lost or
+refused event refuses all that follow. Each is acknowledged all the same (a batch has one token, answers are counted):
+somebody else's message in the place of a refused event would let the next one in. A zombie relay that read the same
+stream can only write the very events that we would write, in the same places; one that came by another way (its
+successor recovers from the table, or routes differently) could slip in between, so in the range of sequences that it
+may still write to, events go out one by one (`danger`).
+
+After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
+up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
+dedupe window, no trust in LSNs (after a restore they are issued again), and holds for streamed and for polled events
+alike. A mark never passes an id that was read back and has not come: it would be forgotten by the next reading.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from relay.errors import RelayError, SetupError, SinkUnavailable
+from relay.event import Event, HeaderNames, Rejected
+from relay.sink import UNCOUNTABLE, nats_acks, subjects
+from relay.sink.nats_acks import REJECTED, Ack
+from relay.sink.nats_chain import Chain
+from relay.sink.nats_connection import Frame, NatsConnection
+from relay.sink.nats_streams import StreamState
+from relay.sink.nats_window import MAX_HEADER_BYTES, MAX_TEMPLATES, Flight, Window, behind, sendable
+
+log = logging.getLogger("relay.sink.nats")
+
+WRONG_SEQUENCE = frozenset({10071, 10164})
+
+
+class FencedWindow(Window):
+    """A window of batches whose events are chained; see the module."""
+
+    def __init__(
+        self,
+        connection: NatsConnection,
+        find: Callable[[str], StreamState],
+        *,
+        ack_timeout: float,
+        careful: bool,
+    ) -> None:
+        """`careful`: the first batch goes out event by event, to find out which one the stream does not take."""
+        super().__init__(connection, find, strict=True, ack_timeout=ack_timeout)
+        self._chains: dict[str, Chain] = {}
+        self._with_ids = True
+        self._met: dict[bytes, Chain] = {}  # ids that the streams hold beyond the marks, until their events come
+        self._ways: dict[str, tuple[bytes, Chain] | None] = {}
+        self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
+        self._careful = careful
+        self._singles: deque[int] | None = None  # places in the batch that goes out one by one, not sent yet
+        self._single = 0  # the place that is on the wire alone
+        self._later: deque[Flight] = deque()  # batches behind that one
+        self._uncountable = False  # a mark was given that is not countable
+        self.suspicious = careful  # the next window should be careful
+        self.gaps = False  # the server refused an event, and later ones are stored
+        self.skipped = 0  # events that were stored already
+
+    def begin(self, chains: Iterable[Chain], *, with_ids: bool, uncountable: bool) -> None:
+        """What was read back. Without ids: this server may have poisoned those of events that it refused."""
+        self._with_ids, self._uncountable = with_ids, uncountable
+        for chain in chains:
+            self._chains[chain.stream] = chain
+            for event_id in chain.places:
+                if event_id is not None:
+                    self._met.setdefault(event_id, chain)
+            chain.left = sum(1 for home in self._met.values() if home is chain)
+            chain.left += chain.places.count(None) if chain.counting else 0
+
+    @property
+    def on_the_wire(self) -> int:
+        return sum(flight.remaining for flight in self._waiting.values())
+
+    # ------------------------------------------------------------------------------------------------------ going out
+
+    def _route(self, events: list[Event]) -> None:
+        ways = self._ways
+        for topic in {event.topic for event in events}.difference(ways):
+            if subjects.fault(topic):
+                ways[topic] = None
+                continue
+            chain = self._chains.get(self._find(topic).name)
+            if chain is None:
+                raise SetupError(f"the stream of {topic} was not read when the connection was opened")
+            ways[topic] = (b"HPUB %b " % topic.encode(), chain)
+
+    def _send(self, flight: Flight) -> None:
+        flight.first = self._next
+        if flight.batch.settled:
+            self._settle()
+        if self._singles is not None:
+            self._later.append(flight)
+        else:
+            self._send_now(flight)
+        if self._timer is None and self._flights:
+            self._start_timer()
+
+    def _settle(self) -> None:
+        """What was read back and did not come by now will not come."""
+        if self._met:
+            log.info("%d events that the streams hold beyond the checkpoint did not come again", len(self._met))
+            self._met.clear()
+        for chain in self._chains.values():
+            chain.settle()
+
+    def _send_now(self, flight: Flight) -> None:
+        if self._careful or any(chain.sent < chain.danger for chain in self._chains.values()):
+            self._singles = deque(range(len(flight.batch.events)))
+            flight.remaining = len(self._singles)
+            self._next_single(flight)
+            return
+        token = b"%d" % self._next
+        self._next += 1
+        frames = self._frames(flight, range(len(flight.batch.events)), token)
+        flight.remaining = len(frames)
+        flight.marks = self._marks()
+        if frames:
+            self._waiting[token] = flight
+            self._connection.send(frames)
+        else:
+            self._finish(flight)
+
+    def _frames(self, flight: Flight, places: Iterable[int], token: bytes) -> list[Frame]:
+        """Frames of the events that are to be stored, chained."""
+        events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
+        with_ids, max_payload = self._with_ids, self._connection.max_payload
+        special = bool(blocked or met or any(chain.counting for chain in self._chains.values()))
+        frames: list[Frame] = []
+        append, join = frames.append, b"".join
+        reply = b"%b.%b " % (self._connection.inbox, token)
+        last: HeaderNames | None = None
+        template: bytes | None = None
+        fixed = 0
+        for place in places:
+            event = events[place]
+            event_id, topic, _, names, values, body, _, _, _ = event
+            if special and (self._is_stored(event_id) or (blocked and self._is_behind(flight, place, event))):
+                continue
+            if names is not last:
+                last = names
+                template, fixed = self._template(names)
+            way = ways[topic]
+            if template is None or way is None:
+                self._refuse(flight, place, self._fault(event))
+                special = True
+                continue
+            route, chain = way
+            sent = chain.sent
+            if sent >= chain.limit:
+                chain.grow()
+            if body is None:
+                body = b""
+            text = join((event_id, *values)) if with_ids else join(values)
+            size = fixed + chain.digits + len(text)
+            total = size + len(body)
+            if 10 in text or 13 in text or 0 in text or total > max_payload or size > MAX_HEADER_BYTES:
+                self._refuse(flight, place, self._misfit(size, total))
+                special = True
+                continue
+            if special and chain.counting and chain.skips(met):
+                self.skipped += 1
+                continue
+            append((route, reply, template % (size, total, sent, event_id, *values), body, b"\r\n"))
+            chain.sent = sent + 1
+        return frames
+
+    def _is_stored(self, event_id: bytes) -> bool:
+        home = self._met.pop(event_id, None)
+        if home is None:
+            return False
+        home.left -= 1
+        self.skipped += 1
+        return True
+
+    def _is_behind(self, flight: Flight, place: int, event: Event) -> bool:
+        """Behind a rejected event of its key, unless it is that event itself, submitted again."""
+        key = event.topic if event.key is None else event.key
+        culprit = self._blocked.get(key)
+        if culprit is None:
+            return False
+        if culprit == event.id:
+            del self._blocked[key]
+            return False
+        flight.rejected[place] = Rejected(event, behind(culprit))
+        return True
+
+    def _template(self, names: HeaderNames) -> tuple[bytes | None, int]:
+        try:
+            return self._templates[names]
+        except KeyError:
+            # %.0b takes its value and writes nothing
+            block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n"
+            block += (b"Nats-Msg-Id: %b\r\n" if self._with_ids else b"%.0b") + names.block + b"\r\n"
+            fixed = len(block % (0, *((b"",) * (len(names.names) + 1)))) - 1
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            known = self._templates[names] = (b"%d %d\r\n" + block if sendable(names) else None, fixed)
+            return known
+
+    def _marks(self) -> dict[str, int]:
+        """How far the streams are covered once everything that was submitted so far is complete."""
+        chains = self._chains.values()
+        marks = {chain.stream: chain.covered(self._met) for chain in chains}
+        uncountable = not all(chain.countable for chain in chains)
+        if uncountable or self._uncountable:
+            self._uncountable = True
+            marks[UNCOUNTABLE] = int(uncountable)
+        return marks
+
+    # ------------------------------------------------------------------------------------------------------ coming in
+
+    def on_acks(self, tokens: list[bytes]) -> None:
+        if self.failure is not None:
+            return
+        for token, count in Counter(tokens).items():
+            flight = self._waiting.get(token)
+            if flight is None:
+                continue
+            flight.remaining -= count
+            if self._singles is not None:
+                del self._waiting[token]
+                self._next_single(flight)
+            elif flight.remaining == 0:
+                del self._waiting[token]
+                self._finish(flight)
+
+    def on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
+        flight = self._waiting.get(token)
+        if flight is None or self.failure is not None:
+            return
+        try:
+            ack = nats_acks.read(status, payload)
+        except RelayError as exc:
+            self.fail(exc)
+            return
+        if ack.code == 0 and ack.seq > 0 and not ack.duplicate:
+            self.on_acks([token])
+        elif self._singles is not None:
+            self._single_refused(flight, ack, token)
+        else:
+            self.suspicious = ack.code in WRONG_SEQUENCE or ack.code in REJECTED or ack.code == 0
+            self._refused(ack)
+
+    def _single_refused(self, flight: Flight, ack: Ack, token: bytes) -> None:
+        """An event that was alone on the wire did not take its place in the chain."""
+        way = self._ways[flight.batch.events[self._single].topic]
+        assert way is not None
+        chain = way[1]
+        if ack.code == 0 and ack.seq == chain.sent:
+            pass  # as a duplicate: the same frame from a connection before this one was in time
+        elif ack.code == 0 and 0 < ack.seq < chain.sent:
+            self.duplicates += 1  # it was stored before the mark
+            chain.sent -= 1
+        elif ack.code in REJECTED:
+            self._refuse(flight, self._single, f"JetStream: {ack.error} ({ack.code})")
+            self.gaps = True
+            chain.sent -= 1
+        else:
+            self.suspicious = ack.code not in WRONG_SEQUENCE  # else somebody wrote, and the event is innocent
+            self._refused(ack)
+            return
+        self.on_acks([token])
+
+    def _refused(self, ack: Ack) -> None:
+        verdict = nats_acks.judge(ack, "the relay's streams")
+        if ack.code in WRONG_SEQUENCE:
+            verdict = SinkUnavailable(f"JetStream refused the chain: {ack.error} ({ack.code})")
+        elif verdict is None:
+            verdict = SinkUnavailable(f"stream {ack.stream} holds an event of the batch already (sequence {ack.seq})")
+        elif isinstance(verdict, str):
+            verdict = SinkUnavailable(f"an event of the batch was refused: {verdict}")
+        self.fail(verdict)
+
+    def _next_single(self, flight: Flight) -> None:
+        """The next event of the batch, alone on the wire; after the last one the batches behind it follow."""
+        while self._singles:
+            self._single = self._singles.popleft()
+            token = b"%d" % self._next
+            frames = self._frames(flight, (self._single,), token)
+            if frames:
+                self._next += 1
+                self._waiting[token] = flight
+                self._connection.send(frames)
+                return
+            flight.remaining -= 1
+        self._singles = None
+        self._careful = self.suspicious = False
+        flight.marks = self._marks()
+        self._finish(flight)
+        while self._later and self._singles is None and self.failure is None:
+            self._send_now(self._later.popleft())
+
+    def _finish(self, flight: Flight) -> None:  # noqa: ARG002  an older one may have to be finished first
+        """First in, first out: what is submitted again after a failure has no holes, so that places can be counted."""
+        while self._flights:
+            oldest = next(iter(self._flights))
+            if oldest.remaining:
+                return
+            oldest.batch.marks = oldest.marks
+            super()._finish(oldest)
+
+    def _refuse(self, flight: Flight, place: int, reason: str) -> None:
+        event = flight.batch.events[place]
+        flight.rejected[place] = Rejected(event, reason)
+        self._blocked.setdefault(event.topic if event.key is None else event.key, event.id)
+
+    def _unfinished(self, flight: Flight) -> list[Event]:
+        """All of them: what is stored is read back."""
+        return flight.batch.events
+
+    def fail(self, error: RelayError) -> None:
+        super().fail(error)
+        self._waiting.clear()
+        self._later.clear()
+        self._met.clear()

@@ -1,0 +1,161 @@
+"""source.mode = "poll" on real servers: nothing lost under concurrent writers, no slot, no WAL of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.fix_nats import Nats
+from tests.fix_postgres import Database
+from tests.relays import Entry, RelayProcess, eventually, more_than
+from tests.scene import Scene
+
+
+@pytest.fixture(params=["database15", "database"])
+async def scene(request: pytest.FixtureRequest, nats: Nats, prefix: str, tmp_path: Path) -> Scene:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Database)
+    made = Scene(found.dsn, nats.url, prefix, tmp_path, poll={"interval": "50ms"}, source={"mode": "poll"})
+    return await made.set_up()
+
+
+class Slow(threading.Thread):
+    """Transactions that draw their seq early and commit late: what kills `id > last`."""
+
+    def __init__(self, scene: Scene, number: int) -> None:
+        super().__init__()
+        self.scene, self.key, self.over = scene, f"slow{number}", threading.Event()
+        self.entries: list[Entry] = []
+
+    def run(self) -> None:
+        with psycopg.connect(self.scene.dsn) as connection:
+            version = 0
+            while not self.over.is_set():
+                version += 1
+                row = connection.execute(
+                    "INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, topic, payload)"
+                    " VALUES ('order', %s, 'made', %s, '{}') RETURNING id::text",
+                    (self.key, self.scene.ledger.topic),
+                ).fetchone()
+                assert row is not None
+                self.over.wait(0.2)
+                connection.commit()
+                self.entries.append(Entry(row[0], self.key, version))
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G2")
+async def test_nothing_is_lost_under_writers_that_commit_late(scene: Scene) -> None:
+    slow = [Slow(scene, number) for number in range(4)]
+    with RelayProcess(scene.path) as relay:
+        await relay.says("poll.started")
+        for each in slow:
+            each.start()
+        with scene.ledger.writing(writers=3):
+            await more_than(scene.ledger.journal, 400, "events are written")
+            await eventually(lambda: all(len(each.entries) > 4 for each in slow), "slow ones, too")
+        for each in slow:
+            each.over.set()
+        for each in slow:
+            await asyncio.to_thread(each.join)
+            scene.ledger.journal += each.entries
+        stored = await scene.settled(relay)
+        assert len(stored) == len(scene.ledger.journal)
+        assert relay.counter("duplicate_events") == 0
+        assert relay.status["state"] == "polling"
+        await relay.ready()
+        await relay.stopped()
+    assert scene.slot is None
+
+
+@pytest.mark.guarantee("G1")
+async def test_killed_while_polling(scene: Scene) -> None:
+    with scene.ledger.writing(writers=2, pause=0.02):
+        for goal in (1, 50):
+            with RelayProcess(scene.path) as relay:
+                await relay.has_published(goal)
+                relay.kill()
+    with RelayProcess(scene.path) as relay:
+        await scene.settled(relay)
+        await relay.stopped()
+
+
+@pytest.mark.guarantee("G8")
+async def test_a_backlog_is_read_in_pages(scene: Scene) -> None:
+    scene.execute(
+        "INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, topic, payload)"
+        " SELECT 'order', 'k' || i %% 50, 'made', %s, jsonb_build_object('i', i) FROM generate_series(1, 12000) i",
+        scene.ledger.topic,
+    )
+    with RelayProcess(scene.path) as relay:
+        await relay.has_published(12_000)
+        await eventually(lambda: relay.counter("published_events") == 12_000, "once")
+        await relay.stopped()
+    stored = await scene.read()
+    assert len({item.id for item in stored}) == len(stored) == 12_000
+    assert [item.seq for item in stored] == sorted(item.seq for item in stored)
+
+
+@pytest.mark.guarantee("G7")
+async def test_idle_polling_writes_no_wal(scene: Scene) -> None:
+    with RelayProcess(scene.path) as relay:
+        scene.ledger.write(5)
+        await scene.settled(relay)
+        saved = "SELECT xmin::text, ctid::text FROM outbox_relay_checkpoint"
+
+        def quiet() -> bool:
+            """No new version of the row during many rounds."""
+            before, until = scene.query(saved), time.monotonic() + 1
+            while time.monotonic() < until:
+                if scene.query(saved) != before:
+                    return False
+            return True
+
+        await eventually(quiet, "it comes to rest")
+        await relay.stopped()
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G3")
+async def test_switching_between_stream_and_poll_republishes_nothing(scene: Scene) -> None:
+    published = 0
+    for seed, mode in enumerate(("auto", "poll", "auto", "poll"), start=1):
+        scene.configure(source={"mode": mode})
+        with RelayProcess(scene.path) as relay:
+            await relay.says("stream.started" if mode == "auto" else "poll.started")
+            assert (scene.slot is None) == (mode == "poll")
+            scene.ledger.write(20, seed=seed)
+            await scene.settled(relay)
+            await scene.covered()
+            published += relay.counter("published_events")
+            assert relay.counter("duplicate_events") == 0
+            await relay.stopped()
+        scene.ledger.write(5, seed=seed + 50)
+    with RelayProcess(scene.path) as relay:
+        await scene.settled(relay)
+        published += relay.counter("published_events")
+        await relay.stopped()
+    assert published == len(scene.ledger.journal)
+
+
+async def test_from_now_leaves_the_table_alone(scene: Scene) -> None:
+    scene.ledger.write(10)
+    scene.ledger.journal.clear()
+    with RelayProcess(scene.path, "--from-now") as relay:
+        await relay.says("poll.started")
+        await eventually(lambda: scene.query("SELECT phase FROM outbox_relay_checkpoint") == ("poll",), "it has begun")
+        scene.ledger.write(10, seed=2)
+        await scene.settled(relay)
+        await relay.stopped()
+
+
+async def test_a_table_without_xid_is_refused(scene: Scene) -> None:
+    scene.sections["outbox"] = [{"table": "public.outbox_events", "columns": {"xid": ""}}]
+    scene.configure()
+    with RelayProcess(scene.path) as relay:
+        await relay.refuses(3, "cannot be polled", "adopt")
