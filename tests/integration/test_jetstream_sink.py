@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
-import nkeys  # type: ignore[import-untyped]
+import nkeys
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StreamConfig, StreamSource
