@@ -106,6 +106,16 @@ class Audit:
         total = sum(self._carried.values()) + (window.total if window is not None else self._unseen)
         return total + sum(events for _, _, events in self._later)
 
+    @property
+    def carries(self) -> bool:
+        """Whether an event was acknowledged before the end of the last window that its snapshot does not see."""
+        return bool(self._carried)
+
+    @property
+    def open(self) -> bool:
+        """Whether a sample waits to be promoted; others are not needed meanwhile."""
+        return self._window is not None
+
     def _place(self, window: Window, xid: int, events: int) -> None:
         if window.until.snapshot.sees(xid):
             window.add(xid, events)

@@ -174,6 +174,20 @@ class CheckpointStore:
             raise Superseded(f"another relay named {self._relay!r} took over (our epoch was {self.epoch})")
 
 
+_SNAP = "snap "  # no destination has a space in its name
+
+
+def with_snap_marks(marks: Mapping[str, int], snap_marks: Mapping[str, int]) -> dict[str, int]:
+    """Marks that belong to the LSN, and those that belong to the snapshot, which is older: as they are saved."""
+    return {**marks, **{_SNAP + name: mark for name, mark in snap_marks.items() if name in marks}}
+
+
+def parted_marks(saved: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """The marks of the LSN and those of the snapshot; without any they are the same."""
+    marks = {name: mark for name, mark in saved.items() if not name.startswith(_SNAP)}
+    return marks, {name: saved.get(_SNAP + name, mark) for name, mark in marks.items()}
+
+
 def _marks(marks: Mapping[str, int] | None) -> str | None:
     return None if marks is None else orjson.dumps(dict(marks)).decode()
 

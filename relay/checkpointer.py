@@ -8,16 +8,16 @@ An idle outbox writes nothing, so that the checkpoint's own WAL does not keep it
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from relay.audit import Audit, Window
-from relay.checkpoint import EMPTY, CheckpointStore, Sample
+from relay.checkpoint import EMPTY, CheckpointStore, Sample, with_snap_marks
 from relay.config import Checkpoint as CheckpointSection
 from relay.errors import StreamIncomplete
 from relay.lsn import LSN
-from relay.outbox import Mapping
+from relay.outbox import Mapping as Outbox
 from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.source import Source
@@ -43,11 +43,16 @@ class Checkpointer:
         progress: Progress,
         settings: CheckpointSection,
         *,
-        audited: Sequence[Mapping],
+        audited: Sequence[Outbox],
         saved: tuple[LSN, Sample, int],
+        snap_marks: Mapping[str, int],
         write_back: WriteBack | None = None,
     ) -> None:
-        """`audited`: the tables to compare with; none: their rows cannot be counted by transaction."""
+        """`audited`: the tables to compare with; none: their rows cannot be counted by transaction.
+
+        `snap_marks`: up to there the broker's destinations hold only events that the saved snapshot sees.
+        """
+        self._snap_marks = self._sampled_marks = snap_marks
         self._session = session
         self._store = store
         self._pipeline = pipeline
@@ -64,12 +69,17 @@ class Checkpointer:
 
     async def tick(self) -> None:
         """Sample; promote what is acknowledged and agreed; save and confirm if anything of ours moved."""
+        marks = dict(self._pipeline.marks)
         sample = await self._store.sample()
         self._progress.server_lsn = sample.lsn
         window = self.audit.due(self._pipeline.acknowledged)
         if window is not None:
             await self._judge(window)
             self._promoted = self.audit.passed()
+            if not self.audit.carries:  # else something is stored that a recovery from this snapshot shows again
+                self._snap_marks = self._sampled_marks
+        if not self.audit.open:
+            self._sampled_marks = marks  # all of that was committed before the sample was taken
         self.audit.sampled(sample)
         await self.save()
 
@@ -109,7 +119,7 @@ class Checkpointer:
             return
         if self._write_back is not None:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
-        await self._store.save(acknowledged, promoted, unseen, marks=marks)
+        await self._store.save(acknowledged, promoted, unseen, marks=with_snap_marks(marks, self._snap_marks))
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)

@@ -20,7 +20,7 @@ import structlog
 
 from relay.admin.status import progress_line
 from relay.adopt import condition
-from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
+from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard, parted_marks, with_snap_marks
 from relay.checkpointer import Checkpointer
 from relay.config import Config
 from relay.errors import (
@@ -96,6 +96,7 @@ class Life:
         )
         self._begun: set[str] = set()  # destinations whose beginning is saved
         self._opened_before = False
+        self._snap_marks: dict[str, int] = {}
         self._rerouted = False  # the marks were made with another routing
         self._mappings: Sequence[Mapping] = ()
         self._identity = Identity("", 0, NOWHERE, "")
@@ -110,18 +111,21 @@ class Life:
         identity = self._identity = await identity_of(self._session)
         checkpoint = await store.claim(identity.system_identifier, identity.timeline, config.source.slot)
         progress.epoch = checkpoint.epoch
-        self._begun = set(checkpoint.marks)
-        self._pipeline.marks = dict(checkpoint.marks)
+        marks, self._snap_marks = parted_marks(checkpoint.marks)
+        self._begun = set(marks)
+        self._pipeline.marks = marks
         self._pipeline.origin = f"{config.relay.name}:{identity.system_identifier}"
         self._pipeline.routing = _fingerprint(config)
         self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self._pipeline.routing
         guard(checkpoint, identity.system_identifier, await store.sample())
         if config.source.mode == "poll":
+            self._pipeline.marks = dict(self._snap_marks)
             await self._poll(checkpoint, from_now=from_now and checkpoint.phase == "new")
             return
         if memory.incomplete is not None and memory.failed_audits < 2 and checkpoint.phase == "stream":
             checkpoint = await self._heal(checkpoint, memory.incomplete)
         elif (fault := await self._fault(checkpoint)) is not None:
+            self._pipeline.marks = dict(self._snap_marks)  # what is stored behind them is shown again
             checkpoint = await self._recover(checkpoint, fault, from_now=from_now and checkpoint.phase == "new")
         else:
             self._pipeline.same_order = checkpoint.marks.get(ROUTING) == self._pipeline.routing
@@ -230,6 +234,7 @@ class Life:
         if self._stopping.is_set() or not started:
             return checkpoint
         await self._store.save(started[0], source.since, marks=self._pipeline.marks)
+        self._snap_marks = self._pipeline.marks
         memory.gave_up, memory.failed_audits = False, 0
         progress.last_error = progress.last_hint = ""
         log.info("recovery.done", events=progress.recovered_events - before, lsn=started[0])
@@ -299,7 +304,8 @@ class Life:
         )
         if self._stopping.is_set():
             return checkpoint
-        await self._store.save(checkpoint.lsn, gap.sample, found.unseen, marks=self._pipeline.marks)
+        marks = with_snap_marks(self._pipeline.marks, self._snap_marks)
+        await self._store.save(checkpoint.lsn, gap.sample, found.unseen, marks=marks)
         log.warning("audit.healed", events=self._progress.recovered_events - before)
         return replace(
             checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=found.unseen, recovery=None
@@ -412,6 +418,7 @@ class Life:
             config.checkpoint,
             audited=audited if config.checkpoint.audit else (),
             saved=(checkpoint.lsn, sample, checkpoint.unseen),
+            snap_marks=self._snap_marks,
             write_back=self._write_back,
         )
         pipeline.begin(checkpoint.lsn, checkpointer.audit)
