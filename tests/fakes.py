@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from struct import pack
 from typing import Literal, NamedTuple
 
@@ -38,6 +38,7 @@ class FaultySink:
         self.stored: list[Event] = []  # what a consumer would read, duplicates included
         self.acknowledged: set[bytes] = set()  # ids that we said are durable
         self.duplicates = 0
+        self.marks: dict[str, int] = {}
         self.opened = 0
         self.held: list[asyncio.Future[None]] = []
         self.calls: list[list[bytes]] = []
@@ -57,6 +58,9 @@ class FaultySink:
         self._blocked.clear()
         self._last = asyncio.Event()
         self._last.set()
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """It has no fence."""
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         if self._failure is not None:
@@ -200,7 +204,7 @@ class RecordingStore(CheckpointStore):
     async def sample(self) -> Sample:
         return self.samples.popleft() if len(self.samples) > 1 else self.samples[0]
 
-    async def save(self, lsn: LSN, sample: Sample) -> None:
+    async def save(self, lsn: LSN, sample: Sample, unseen: int = 0, *, marks: Mapping[str, int] | None = None) -> None:
         if self.failure is not None:
             raise self.failure
         await asyncio.sleep(0)

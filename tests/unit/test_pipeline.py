@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relay.checkpoint import Sample, Snapshot
+from relay.checkpointer import Checkpointer
 from relay.config import Checkpoint as CheckpointSection
 from relay.config import Delivery
 from relay.errors import (
@@ -25,14 +27,15 @@ from relay.errors import (
     SinkUnavailable,
     SourceUnavailable,
     Superseded,
+    decisive,
 )
 from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
 from relay.lsn import LSN, NOWHERE
 from relay.metrics import Metrics
-from relay.pipeline import Checkpointer, Pipeline
+from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.sink import Sink
-from relay.supervisor import decisive
+from relay.source.session import Session
 from tests.fakes import Act, FaultySink, ListSource, RecordingStore
 
 QUICK = Delivery(backoff_initial=1e-6, backoff_max=1e-6, shutdown_timeout=30.0)
@@ -134,7 +137,7 @@ async def test_any_history(
             assert progress.in_flight_events < window + largest
             if sink.held and turn % 3 == 0:
                 sink.release(releases[turn % len(releases)])
-    assert pipeline.acknowledged == progress.acknowledged_lsn == end
+    assert pipeline.acknowledged == end
     assert (progress.in_flight_events, progress.in_flight_bytes) == (0, 0)
     assert progress.published_events == len(events)
     # G2: a consumer that dedupes sees each key in commit order; and nothing is missing.
@@ -388,12 +391,15 @@ class Saving:
                 journal.append(("confirm", lsn))
 
         self.checkpointer = Checkpointer(
+            cast("Session", None),  # only the audit's queries need it
             self.store,
             self.pipeline,
             Source([]),
             self.progress,
             CheckpointSection(history_interval=1e-9),
-            (LSN(start), sample(snap)),
+            audited=(),
+            saved=(LSN(start), sample(snap), 0),
+            snap_marks={},
         )
 
     async def tick(self, acknowledged: int, *, events: bool) -> None:
