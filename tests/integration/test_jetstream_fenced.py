@@ -289,6 +289,7 @@ async def test_relay_and_server_killed_and_the_slot_dropped(
                 except psycopg.errors.ObjectInUse:
                     connection.execute("SELECT pg_sleep(0.05)")
 
+    recovered = 0
     with ledger.writing(writers=3, pause=0.005):
         for turn in range(8):
             with RelayProcess(path) as relay:
@@ -298,14 +299,15 @@ async def test_relay_and_server_killed_and_the_slot_dropped(
                     await asyncio.to_thread(own_nats.restart)
                     await relay.has_published(300)
                 relay.kill()
-            if turn % 4 == 3:
+                recovered += len(relay.said("recovery.started", reason="slot"))
+            if turn % 4 == 2:
                 await asyncio.to_thread(drop_slot)
     with RelayProcess(path) as relay:
         stored = await ledger.arrived(lambda: read_jetstream(own_nats.url, prefix), relay)
         await relay.ready()
         await relay.stopped()
-    stored = await read_jetstream(own_nats.url, prefix)
     ledger.check(stored)
+    assert recovered == 2
 
 
 @pytest.mark.guarantee("G6")
