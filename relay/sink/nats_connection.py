@@ -35,6 +35,10 @@ log = structlog.get_logger("relay.sink.nats")
 
 # asyncio says it of every server that closes a connection after nats-py has upgraded it to TLS; it means nothing.
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
+# nats-py says it, with a traceback, when a pong arrives that nobody waits for any more: we let go while connecting.
+logging.getLogger("nats.aio.client").addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
+)
 
 Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
 
