@@ -91,7 +91,7 @@ class NatsConnection:
         random.shuffle(servers)
         failures: list[RelayError] = []
         for url in [*servers, *(url for url in known if url not in servers)]:
-            self._client = _Client(wants_tls=_wants_tls(url, config))
+            self._client = _Client(wants_tls=_wants_tls(url, config), certified=bool(config.tls and config.tls.cert))
             self._closed = False
             try:
                 async with asyncio.timeout(config.connect_timeout):
@@ -319,13 +319,19 @@ class NatsConnection:
 class _Client(Client):
     """Where TLS is asked for, nothing is sent in the clear to a server that offers none: neither password nor token."""
 
-    def __init__(self, *, wants_tls: bool) -> None:
+    def __init__(self, *, wants_tls: bool, certified: bool) -> None:
         super().__init__()
         self._wants_tls = wants_tls
+        self._certified = certified
 
     def _connect_command(self) -> bytes:
         if self._wants_tls and not _Wire(self).encrypted():
             raise _no_tls()
+        if self._server_info.get("tls_verify") and not self._certified:
+            # Said by us: with TLS 1.3 the server's own refusal may be lost when it closes the connection behind it.
+            raise AuthError(
+                "the NATS server asks for a client certificate", hint="give cert and key in [sink.jetstream.tls]"
+            )
         command: bytes = super()._connect_command()
         return command
 

@@ -28,7 +28,7 @@ from tests.sinks import batch_of, make_event
 StartNats = Callable[..., NatsServer]
 SECRET = "hunter2/Geheim@3"  # with what must be escaped in a URL
 ESCAPED = "hunter2%2FGeheim%403"
-STREAM = {"streams": [{"name": "S", "subjects": ["s.>"], "create": True}]}
+STREAM = {"mode": "shared", "streams": [{"name": "S", "subjects": ["s.>"], "create": True}]}
 
 
 async def publishes(url: str, **options: Any) -> None:
@@ -189,7 +189,7 @@ async def test_servers_that_the_cluster_names_take_the_credentials_of_the_url() 
     with NatsCluster(config=f'authorization {{ user: "relay", password: "{SECRET}" }}') as cluster:
         url = cluster.urls[0].replace("//", f"//relay:{ESCAPED}@")
         streams = [{"name": "S", "subjects": ["s.>"], "create": True, "replicas": 3}]
-        sink = JetStreamSink(JetStream.model_validate({"servers": [url], "streams": streams}))
+        sink = JetStreamSink(JetStream.model_validate({"servers": [url], "mode": "shared", "streams": streams}))
         try:
             await publishes_at_last(sink)
             cluster.nodes[0].kill()
@@ -261,7 +261,7 @@ async def test_wrong_credentials_are_one_clear_line(
     elif kind == "ca":
         config, says, options = tls_block(authority), "certificate verify failed", {"tls": {"ca": stranger.ca}}
     elif kind == "no certificate":
-        config, says, options = tls_block(authority, verify=True), "certificate", {"tls": {"ca": authority.ca}}
+        config, says, options = tls_block(authority, verify=True), "client certificate", {"tls": {"ca": authority.ca}}
     server = start_nats(config)
     url = server.url.replace("//", f"//relay:{ESCAPED}@") if kind == "password in the URL" else server.url
     path = await relay_of(database, tmp_path, url, **options)
