@@ -10,6 +10,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
+# Tests wait for servers most of the time; each worker has its own.
+WORKERS ?= 3
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +20,7 @@ demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events 
 	@$(BIN)/relay demo $(ARGS)
 
 test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
-	@$(BIN)/pytest -m "not chaos and not bench" $(ARGS)
+	@$(BIN)/pytest -m "not chaos and not bench" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-docker: $(READY) ## build the images, run the stack, break it; starts a Docker engine where none answers (root)
 	@scripts/test-docker

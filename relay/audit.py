@@ -70,11 +70,15 @@ class Audit:
             else:
                 self._uncounted += events
 
-    def sampled(self, sample: Sample) -> None:
-        """A sample was taken; it ends the window if none is open."""
+    def waiting(self) -> list[int]:
+        """Acknowledged transactions (32-bit xids) of which no passed or open window has seen that they are visible."""
+        return [xid for _, xid, _ in self._later] + [xid & 0xFFFFFFFF for xid in self._carried]
+
+    def sampled(self, sample: Sample) -> bool:
+        """A sample was taken; True if it ends a window, which it does if none is open."""
         self._newest = sample.snapshot
         if self._window is not None:
-            return
+            return False
         window = self._window = Window(self._since, sample, blind=self._uncounted > 0)
         window.total += self._surely + self._uncounted
         if window.total:
@@ -85,6 +89,7 @@ class Audit:
             self._place(window, xid, events)
         later, self._later = self._later, []
         self.acknowledged(later)
+        return True
 
     def due(self, acknowledged: LSN) -> Window | None:
         """The window, if everything up to its end is acknowledged: compare it with the table, then `passed` it."""

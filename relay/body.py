@@ -40,6 +40,10 @@ Body = Callable[[bytes, Row], bytes | None]
 _ENVELOPE = (
     b'{"event_id":%b,"event_type":%b,"aggregate_type":%b,"aggregate_id":%b,"seq":%b,"occurred_at":%b,"payload":%b}'
 )
+_USUAL = (
+    b'{"event_id":"%b","event_type":%b,"aggregate_type":%b,"aggregate_id":%b,"seq":%b,"occurred_at":"%bT%bZ",'
+    b'"payload":%b}'
+)
 _CACHED = 10_000
 
 
@@ -55,6 +59,7 @@ def envelope(binding: Binding, *, prefixed: bool) -> Body:
     quote_payload = _payload_quoter(types[PAYLOAD])
 
     def body(event_id: bytes, row: Row) -> bytes:
+        """Whatever the columns are."""
         return _ENVELOPE % (
             quote_id(event_id),
             quote_event_type(row[EVENT_TYPE]),
@@ -65,7 +70,28 @@ def envelope(binding: Binding, *, prefixed: bool) -> Body:
             quote_payload(row[PAYLOAD]),
         )
 
-    return body
+    if prefixed or types[ID] != UUID or types[SEQ] not in NUMBERS or types[CREATED_AT] != TIMESTAMPTZ:
+        return body
+    if types[PAYLOAD] not in (JSON, JSONB):
+        return body
+
+    def usual(event_id: bytes, row: Row) -> bytes:
+        """The same for the table that `relay setup` makes: one expression, at half the cost."""
+        seq, created_at, payload = row[SEQ], row[CREATED_AT], row[PAYLOAD]
+        if seq is None or payload is None or created_at is None or created_at[-3:] != b"+00" or created_at[10] != 32:
+            return body(event_id, row)
+        return _USUAL % (
+            event_id,
+            quote_event_type(row[EVENT_TYPE]),
+            quote_aggregate_type(row[AGGREGATE_TYPE]),
+            quote_aggregate_id(row[AGGREGATE_ID]),
+            seq,
+            created_at[:10],
+            created_at[11:-3],
+            payload,
+        )
+
+    return usual
 
 
 def bare(binding: Binding) -> Body:

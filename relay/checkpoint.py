@@ -82,12 +82,13 @@ class Checkpoint:
     phase: str  # new | recover | poll | stream
     recovery: dict[str, Any] | None  # the round of polling that is under way
     unseen: Unseen = field(default_factory=dict)
-    marks: dict[str, int] = field(default_factory=dict)  # how far the broker's destinations are covered by all that
+    marks: dict[str, int] = field(default_factory=dict)  # how far the broker's destinations are covered by `lsn`
+    readback: dict[str, int] = field(default_factory=dict)  # … by `snap`: what a recovery has to look behind
 
 
 _COLUMNS = (
     "epoch, system_identifier, timeline, slot, lsn::text, snap::text, snap_lsn::text, phase, recovery::text,"
-    " unseen::text, sink::text"
+    " unseen::text, sink::text, readback::text"
 )
 
 
@@ -98,6 +99,12 @@ class CheckpointStore:
         self._session = session
         self._relay = relay
         self.epoch = 0
+
+    def on(self, session: Session) -> CheckpointStore:
+        """The same row and epoch, on another session: for what must not wait until the lock's session is free."""
+        store = CheckpointStore(session, self._relay)
+        store.epoch = self.epoch
+        return store
 
     async def claim(self, system_identifier: str, timeline: int, slot: str) -> Checkpoint:
         """Become the writer: raise the epoch, so that whoever wrote before cannot any more."""
@@ -132,23 +139,31 @@ class CheckpointStore:
         unseen: Mapping[int, int] | None = None,
         *,
         marks: Mapping[str, int] | None = None,
+        readback: Mapping[str, int] | None = None,
     ) -> None:
-        """While streaming: everything before `lsn` is published, and everything that the sample sees."""
+        """While streaming: everything before `lsn` is published, and everything that the sample sees.
+
+        In the broker everything up to `marks` is before `lsn`, and everything up to `readback` is seen by the sample.
+        """
         await self._update(
             "lsn = %s, snap = %s::pg_snapshot, snap_lsn = %s, unseen = %s::jsonb, phase = 'stream', recovery = NULL,"
-            " sink = coalesce(%s::jsonb, sink)",
+            " sink = coalesce(%s::jsonb, sink), readback = coalesce(%s::jsonb, readback)",
             (
                 str(lsn),
                 str(sample.snapshot),
                 str(sample.lsn),
                 _json({str(xid): n for xid, n in (unseen or {}).items()}),
                 _marks(marks),
+                _marks(readback),
             ),
         )
 
     async def save_marks(self, marks: Mapping[str, int]) -> None:
         """Add marks: where destinations begin that nothing went to yet. The others stay with the LSN they belong to."""
-        await self._update("sink = coalesce(sink, '{}'::jsonb) || %s::jsonb", (_marks(marks),))
+        await self._update(
+            "sink = coalesce(sink, '{}'::jsonb) || %s::jsonb, readback = coalesce(readback, '{}'::jsonb) || %s::jsonb",
+            (_marks(marks), _marks(marks)),
+        )
 
     async def prove(self) -> None:
         """Raise Superseded if somebody took over: before anything more is published."""
@@ -162,8 +177,8 @@ class CheckpointStore:
         """While polling: a round is over; everything that the sample sees is published. No LSN is known."""
         await self._update(
             "snap = %s::pg_snapshot, snap_lsn = %s, unseen = '{}', phase = %s, recovery = NULL,"
-            " sink = coalesce(%s::jsonb, sink)",
-            (str(sample.snapshot), str(sample.lsn), phase, _marks(marks)),
+            " sink = coalesce(%s::jsonb, sink), readback = coalesce(%s::jsonb, readback)",
+            (str(sample.snapshot), str(sample.lsn), phase, _marks(marks), _marks(marks)),
         )
 
     async def adopt(self, system_identifier: str, timeline: int, slot: str) -> None:
@@ -203,7 +218,7 @@ def _marks(marks: Mapping[str, int] | None) -> str | None:
 
 
 def _read(row: tuple[Any, ...]) -> Checkpoint:
-    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen, marks = row
+    epoch, system_identifier, timeline, slot, lsn, snap, snap_lsn, phase, recovery, unseen, marks, readback = row
     return Checkpoint(
         epoch=epoch,
         system_identifier=system_identifier,
@@ -216,6 +231,7 @@ def _read(row: tuple[Any, ...]) -> Checkpoint:
         recovery=orjson.loads(recovery) if recovery else None,
         unseen={int(xid): events for xid, events in orjson.loads(unseen).items()},
         marks=orjson.loads(marks) if marks else {},
+        readback=orjson.loads(readback or marks or b"{}"),
     )
 
 

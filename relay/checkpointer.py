@@ -61,18 +61,25 @@ class Checkpointer:
         self._saved_injections = pipeline.injections
         self._remembered_at = time.monotonic()
         self._remembered_events = progress.published_events
+        self._readback: dict[str, int] | None = None  # how far the broker is covered by the promoted snapshot
+        self._window_marks: dict[str, int] | None = None  # … by the one that ends the open window
         self.agreed = False  # a window with rows in it was found complete
         self.audit = Audit(self._promoted, unseen)
 
     async def tick(self) -> None:
         """Sample; promote what is acknowledged and agreed; save and confirm if anything of ours moved."""
+        covered, waiting = dict(self._pipeline.covered), self.audit.waiting()
         sample = await self._store.sample()
         self._progress.server_lsn = sample.lsn
         window = self.audit.due(self._pipeline.acknowledged)
         if window is not None:
             await self._judge(window)
             self._promoted = self.audit.passed()
-        self.audit.sampled(sample)
+            self._readback = self._window_marks or self._readback
+        if self.audit.sampled(sample):
+            # What was acknowledged before the sample was taken is visible in it, but for what waits for a standby.
+            sees, widen = sample.snapshot.sees, sample.snapshot.widen
+            self._window_marks = covered if all(sees(widen(xid)) for xid in waiting) else None
         await self.save()
 
     async def _judge(self, window: Window) -> None:
@@ -118,9 +125,9 @@ class Checkpointer:
         if self._write_back is not None:
             await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
         # Together: a mark must not be newer than the LSN that it is saved with.
-        acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.marks)
+        acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.covered)
         injections = self._pipeline.injections
-        await self._store.save(acknowledged, promoted, self.audit.unseen, marks=marks)
+        await self._store.save(acknowledged, promoted, self.audit.unseen, marks=marks, readback=self._readback)
         self._saved_injections = injections
         self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
         self._progress.checkpoints += 1

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -101,14 +101,14 @@ class Life:
         self._write_back = write_back
         self._store = CheckpointStore(session, config.relay.name)
         self._pipeline = Pipeline(
-            sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened, self._store.prove
+            sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened, self._prove
         )
         self._begun: set[str] = set()  # destinations whose beginning is saved
         self._opened_before = False
         self._rerouted = False  # the marks were made with another routing
         self._mappings: Sequence[Mapping] = ()
         self._columns: dict[str, dict[str, str]] = {}  # table → column → type
-        self._identity = Identity("", 0, NOWHERE, "")
+        self._identity = Identity("", 0, NOWHERE, "", 0)
 
     def stop(self) -> None:
         self._progress.enter("draining")
@@ -121,8 +121,8 @@ class Life:
         checkpoint = await store.claim(identity.system_identifier, identity.timeline, config.source.slot)
         progress.epoch = checkpoint.epoch
         self._begun = set(checkpoint.marks)
-        self._pipeline.marks = dict(checkpoint.marks)
-        self._pipeline.origin = f"{config.relay.name}:{identity.system_identifier}"
+        self._pipeline.marks = dict(checkpoint.readback)
+        self._pipeline.origin = f"{config.relay.name}:{identity.system_identifier}-{identity.database_oid}"
         self._pipeline.routing = _fingerprint(config)
         self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self._pipeline.routing
         guard(checkpoint, identity.system_identifier, await store.sample())
@@ -146,26 +146,39 @@ class Life:
         except (RelayError, BaseExceptionGroup) as exc:
             self._learn(decisive(exc))
             raise
+        if not self._opened_before:  # straight to the stream: it goes on exactly where the LSN is
+            self._pipeline.marks = dict(checkpoint.marks)
         if not self._stopping.is_set():
             await store.adopt(identity.system_identifier, identity.timeline, config.source.slot)
             await self._stream(checkpoint)
 
+    async def _prove(self) -> None:
+        """Before the sink is opened again: see that nobody took over meanwhile. At first we have just claimed it."""
+        if self._opened_before:
+            async with self._clerk() as store:
+                await store.prove()
+
+    @asynccontextmanager
+    async def _clerk(self) -> AsyncIterator[CheckpointStore]:
+        """The checkpoint on a session of its own: the lock's one waits for notifications, up to a second at a time."""
+        async with await connect(self._config.database, f"{self._config.relay.name} clerk") as session:
+            yield self._store.on(session)
+
     async def _sink_opened(self) -> None:
-        """Before anything is published: see that nobody took over meanwhile, and note where new destinations begin."""
+        """Before anything is published: note where new destinations begin."""
         marks = self._pipeline.marks
         new = {name: mark for name, mark in marks.items() if name not in self._begun and name != UNCOUNTABLE}
         if self._rerouted:
             self._rerouted = False
             new[UNCOUNTABLE] = 1
-        if new:
-            self._begun |= new.keys()
-            await self._store.save_marks(new)
-        elif self._opened_before:  # the first time we have just claimed it
-            await self._store.prove()
-        self._opened_before = True
         if marks:
-            # Whoever wrote to the broker before us had received it by now, so it was committed before this.
-            self._pipeline.settled_at = (await self._store.sample()).lsn
+            async with self._clerk() as store:
+                if new:
+                    self._begun |= new.keys()
+                    await store.save_marks(new)
+                # Whoever wrote to the broker before us had received it by now, so it was committed before this.
+                self._pipeline.settled_at = (await store.sample()).lsn
+        self._opened_before = True
 
     async def _look_at_tables(self) -> Sequence[Mapping]:
         """The mappings as the tables are now: one may have been adopted while we were away."""
@@ -250,7 +263,8 @@ class Life:
         )
         if self._stopping.is_set() or not started:
             return checkpoint
-        await self._store.save(started[-1], source.since, marks=self._pipeline.marks)
+        marks = self._pipeline.marks
+        await self._store.save(started[-1], source.since, marks=marks, readback=marks)
         memory.gave_up = False
         progress.last_error = progress.last_hint = ""
         log.info("recovery.done", events=progress.recovered_events - before, lsn=started[-1])
@@ -407,7 +421,7 @@ class Life:
         if self._stopping.is_set():
             return checkpoint
         unseen = {**checkpoint.unseen, 0: checkpoint.unseen.get(0, 0) - found.counted}
-        await self._store.save(checkpoint.lsn, gap.sample, unseen, marks=self._pipeline.marks)
+        await self._store.save(checkpoint.lsn, gap.sample, unseen)
         log.warning("audit.healed", events=self._progress.recovered_events - before)
         return replace(checkpoint, snap=gap.sample.snapshot, snap_lsn=gap.sample.lsn, unseen=unseen, recovery=None)
 
@@ -643,7 +657,8 @@ class Life:
     def _stamp(self, phase: str, detail: str) -> bytes:
         """The part of `relay-position` that a whole phase shares: relay, system, epoch, phase, timeline or round."""
         name, epoch = self._config.relay.name, self._progress.epoch
-        return f"{name}:{self._identity.system_identifier}:{epoch}:{phase}:{detail}:".encode()
+        identity = self._identity
+        return f"{name}:{identity.system_identifier}-{identity.database_oid}:{epoch}:{phase}:{detail}:".encode()
 
 
 def _fingerprint(config: Config) -> int:

@@ -9,6 +9,7 @@ source stays connected meanwhile. Nothing is ever acknowledged past an event tha
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
 import time
 from collections import deque
@@ -35,12 +36,13 @@ log = structlog.get_logger("relay.pipeline")
 class _Pending:
     """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
 
-    __slots__ = ("batch", "events", "injected", "submitted_at", "task")
+    __slots__ = ("batch", "events", "injected", "last_commit", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
         self.submitted_at = 0.0
+        self.last_commit = batch.events[-1].transaction.commit_lsn
         self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
         self.injected: asyncio.Future[Sequence[Rejected]] | None = None  # it is not the source's
 
@@ -81,6 +83,8 @@ class Pipeline:
         self._emptied.set()
         self._room.set()
         self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self.covered: dict[str, int] = {}  # the same, by what is before the acknowledged LSN: whole transactions
+        self._last_commit = 0  # commit LSN of the last acknowledged event
         self.origin = ""
         self.routing = 0  # its fingerprint
         self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
@@ -99,6 +103,7 @@ class Pipeline:
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
         self.published = 0  # events of this source
         self.audit = audit
+        self.covered, self._last_commit = self.marks, 0
 
     def settle(self) -> None:
         """The source has shown everything that it had when the sink was opened."""
@@ -206,7 +211,7 @@ class Pipeline:
 
     async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
         window = self._window
-        async for batch in batches:
+        async for batch in self._whole(batches):
             if batch.rejected:
                 self._reject(batch.rejected)
             if not batch.events:
@@ -246,6 +251,21 @@ class Pipeline:
         progress.in_flight_bytes += batch.size_bytes
         if self._up:
             self._submit(pending, group)
+
+    async def _whole(self, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
+        """For a sink with marks: what belongs to the LSN, and the beginning of the next transaction, apart.
+
+        Then each LSN that is saved has marks that cover exactly the events before it.
+        """
+        async for batch in batches:
+            events, end = batch.events, batch.end_lsn
+            if self.marks and self.audit is not None and events and events[-1].transaction.commit_lsn >= end:
+                at = bisect.bisect_left(events, int(end), key=lambda event: event.transaction.commit_lsn)
+                if at:
+                    size = batch.size_bytes * at // len(events)
+                    yield Batch(events[:at], end, size, batch.received_at, batch.rejected, batch.transactions)
+                    batch = Batch(events[at:], end, batch.size_bytes - size, batch.received_at)  # noqa: PLW2901
+            yield batch
 
     def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
         pending.submitted_at = time.monotonic()
@@ -310,6 +330,11 @@ class Pipeline:
         marks = self._sink.marks
         self.marks, self._uncountable = {}, 0
         self._note_marks({**marks, ROUTING: self.routing} if marks else {})
+        said = {name: mark for name, mark in self.covered.items() if name not in (UNCOUNTABLE, ROUTING)}
+        if any(said.get(name, mark) != mark for name, mark in self.marks.items()):
+            self.covered = {name: said.get(name, mark) for name, mark in self.marks.items()}
+        else:
+            self.covered = self.marks
         if self._opened is not None:
             await self._opened()
         self.same_order = True  # opened again, it is given the same batches again
@@ -344,12 +369,16 @@ class Pipeline:
             committed_at = batch.events[0].transaction.committed_at if batch.events else 0.0
             delivery = time.time() - committed_at if committed_at else None
             metrics.observe(delivery, time.monotonic() - pending.submitted_at)
+            whole = self.covered is self.marks  # no part of a transaction is behind what is covered
             self._note_marks(batch.marks)
             if pending.injected is None:
                 self.last_event_lsn = batch.end_lsn
                 self.published += batch.count
+                self._last_commit = pending.last_commit
             else:
                 self.injections += 1
+                if whole:
+                    self.covered = self.marks
                 if not pending.injected.done():
                     pending.injected.set_result(outcome)
             self._advance(batch)
@@ -373,11 +402,15 @@ class Pipeline:
 
     def _note_marks(self, marks: Mapping[str, int]) -> None:
         self._uncountable = marks.get(UNCOUNTABLE, self._uncountable)
-        self.marks |= marks
+        if not marks and not (self._injecting and self.marks):
+            return
+        self.marks = {**self.marks, **marks}  # a new one: `covered` keeps the old
         if self._injecting and self.marks:
             self.marks[UNCOUNTABLE] = 1
 
     def _advance(self, batch: Batch) -> None:
+        if batch.end_lsn > self._last_commit:
+            self.covered = self.marks
         if batch.transactions and self.audit is not None:
             self.audit.acknowledged(batch.transactions)
         if batch.end_lsn > self.acknowledged:

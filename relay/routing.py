@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 from urllib.parse import quote
 
 import orjson
@@ -264,10 +266,12 @@ def _topic(routing: Routing, table: str) -> Callable[[Row], str]:
     wanted, fallback = _fields(routing.topic, table), _fields(routing.fallback_topic, table)
     names = _TEMPLATE.findall(routing.topic + routing.fallback_topic)
     places = sorted({FIELDS.index(name) for name in names if name != "table"})
-    known: dict[tuple[Cell, ...], str] = {}
+    known: dict[Any, str] = {}  # by the cells, one or several
+
+    cells_of = itemgetter(*places) if places else lambda _row: ()
 
     def topic(row: Row) -> str:
-        cells = tuple([row[place] for place in places])
+        cells = cells_of(row)
         found = known.get(cells)
         if found is None:
             rendered = wanted(row) or fallback(row)

@@ -15,7 +15,8 @@ CREATE TABLE IF NOT EXISTS public.outbox_relay_checkpoint (
     fingerprint       text NOT NULL DEFAULT '', -- of the routing: a change makes broker positions untrustworthy
     phase             text NOT NULL DEFAULT 'stream',
     recovery          jsonb,                    -- the round of polling that is under way
-    sink              jsonb,                    -- positions in the broker
+    sink              jsonb,                    -- how far the broker's destinations are covered by lsn
+    readback          jsonb,                    -- … and by snap: a recovery reads back what is behind
     unseen            jsonb NOT NULL DEFAULT '{}', -- events published before lsn, by transactions that snap does not see
     updated_at        timestamptz NOT NULL DEFAULT now()
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Authority:
 
     def client(self, common_name: str, *, password: str = "") -> Pair:
         """With a password the key is encrypted."""
-        file = f"{common_name}-locked" if password else common_name
+        file = f"{common_name}-{zlib.crc32(password.encode())}" if password else common_name
         return self._issue(file, common_name, (), ExtendedKeyUsageOID.CLIENT_AUTH, password)
 
     def _issue(

@@ -46,6 +46,10 @@ class FaultySink:
         self._fatal = fatal  # raised in place of SinkUnavailable
         self._failure: RelayError | None = SinkUnavailable("not open")
         self._blocked: set[bytes | None] = set()  # keys behind a rejected event
+        self.marks: dict[str, int] = {}  # no fence
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None:
+        """Without a fence there is nothing to resume."""
         self._last = asyncio.Event()
 
     async def open(self) -> None:
@@ -201,7 +205,15 @@ class RecordingStore(CheckpointStore):
     async def sample(self) -> Sample:
         return self.samples.popleft() if len(self.samples) > 1 else self.samples[0]
 
-    async def save(self, lsn: LSN, sample: Sample, unseen: Mapping[int, int] | None = None) -> None:
+    async def save(
+        self,
+        lsn: LSN,
+        sample: Sample,
+        unseen: Mapping[int, int] | None = None,
+        *,
+        marks: Mapping[str, int] | None = None,
+        readback: Mapping[str, int] | None = None,
+    ) -> None:
         if self.failure is not None:
             raise self.failure
         await asyncio.sleep(0)

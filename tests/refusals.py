@@ -56,7 +56,8 @@ async def accepted(config: Path, secrets: Sequence[str] = ()) -> None:
     assert checked.returncode == 0, checked
     said = [checked.stdout, checked.stderr]
     with RelayProcess(config) as relay:
-        await relay.ready()
+        await relay.streaming()
+        await relay.says("sink.opened")
         said += [json.dumps(relay.http(path)[1]) for path in ("/status", "/readyz", "/metrics")]
         await relay.stopped()
     said += [*relay.stdout, *relay.stderr]

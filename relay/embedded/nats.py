@@ -22,8 +22,8 @@ class NatsServer(Server):
 
     name = "nats"
 
-    def __init__(self, config: str = "", *, server_name: str = "relay") -> None:
-        self._binary = _binary()
+    def __init__(self, config: str = "", *, server_name: str = "relay", binary: Path | None = None) -> None:
+        self._binary = binary or _binary()
         super().__init__()
         self.port = free_port()
         self.monitor_port = free_port()

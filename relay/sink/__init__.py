@@ -95,7 +95,9 @@ def open_sink(config: Config) -> Sink:
         case "jetstream":
             from relay.sink.jetstream import JetStreamSink  # noqa: PLC0415  only the chosen client is imported
 
-            return JetStreamSink(config.sink.jetstream)
+            return JetStreamSink(
+                config.sink.jetstream, reach=config.delivery.max_in_flight_events + config.delivery.max_batch_events
+            )
         case "kafka":
             if config.sink.kafka.mode == "exactly-once":
                 from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink  # noqa: PLC0415

@@ -28,8 +28,11 @@ log = logging.getLogger("relay.sink.nats")
 class JetStreamSink:
     """`direct=False` publishes through nats-py's public API; meant for tests of that fallback."""
 
-    def __init__(self, config: JetStream, *, direct: bool = True) -> None:
+    def __init__(self, config: JetStream, *, direct: bool = True, reach: int = 10_000) -> None:
+        """`reach`: how many unacknowledged events another relay of our name may have on the wire."""
         self._config = config
+        self._reach = reach
+        self._danger: dict[str, int] = {}
         self._direct = direct
         self._streams = Streams(config)
         self._connection: NatsConnection | None = None
@@ -122,6 +125,9 @@ class JetStreamSink:
                 )
                 self._shared = True
                 raise SinkUnavailable(f"stream {stream.name} has another writer: opening again in shared mode")
+            if mark is not None and not countable:  # a predecessor in another order: see nats_fence
+                self._danger[stream.name] = max(chain.sent + self._reach, self._danger.get(stream.name, 0))
+            chain.danger = self._danger.get(stream.name, 0)
             _report(chain)
             chains.append(chain)
         for name in marks.keys() - {stream.name for stream in streams.known} - {UNCOUNTABLE, ROUTING}:

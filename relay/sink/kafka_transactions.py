@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 _SLICE = 0.25  # how soon the thread notices that it shall end, while it waits for the broker
 _GRACE = 1.0  # how long closing waits for an open transaction to be aborted
 _IDLE = 0.5
+_TRIES = 3
 _POSITIONS = {"cleanup.policy": "compact", "segment.bytes": "16777216", "min.cleanable.dirty.ratio": "0.1"}
 
 Part = tuple["Flight", list[Event]]
@@ -391,7 +392,16 @@ class Transactions:
         """Send, in halves if the broker refuses; True if that was necessary."""
         blocked = dict(self._blocked)
         rejected: list[tuple[Flight, Rejected]] = []
-        reason = self._attempt(parts, rejected)
+        reason: str | None = None
+        for _ in range(_TRIES):
+            rejected.clear()
+            reason = self._attempt(parts, rejected)
+            if reason is not None:
+                break
+            self._blocked.clear()
+            self._blocked.update(blocked)
+        if reason is None:
+            raise SinkUnavailable("Kafka: the producer does not find back to its sequence")
         if not reason:
             for flight, item in rejected:
                 flight.rejected.append(item)
@@ -419,8 +429,12 @@ class Transactions:
         self._deliver(_regroup(pairs[half:]))
         return True
 
-    def _attempt(self, parts: list[Part], rejected: list[tuple[Flight, Rejected]]) -> str:
-        """One transaction. "" if it is committed, the broker's reason if it was refused and is aborted; else raises."""
+    def _attempt(self, parts: list[Part], rejected: list[tuple[Flight, Rejected]]) -> str | None:
+        """One transaction. "" if it is committed, the broker's reason if it was refused and is aborted; else raises.
+
+        None: aborted as well, and nobody's fault. After a refusal librdkafka goes on with sequence numbers that the
+        broker does not expect, and gets a new epoch only when that failed, too.
+        """
         self._offsets.clear()
         self._errors.clear()
         last: Event | None = None
@@ -445,17 +459,35 @@ class Transactions:
                 return ""
         except KafkaException as exc:
             error = exc.args[0]
-            if error.fatal() or not (error.txn_requires_abort() or self._errors):
+            if error.fatal() or not (error.txn_requires_abort() or self._reported(error)):
                 raise translate_transaction(error, "Kafka transaction") from None
             self._errors.append(error)
-        failures = [translate_transaction(error, "Kafka did not take an event") for error in self._errors]
+        return self._abort()
+
+    def _reported(self, error: Any) -> bool:
+        """Whether there are delivery reports that say what is wrong; librdkafka may know before we have asked it."""
+        deadline = time.monotonic() + _GRACE
+        while not self._errors and error.code() == KafkaError._STATE and time.monotonic() < deadline:  # noqa: SLF001
+            self._producer.poll(_SLICE / 10)
+        return bool(self._errors)
+
+    def _abort(self) -> str | None:
+        """After delivery errors: see `_attempt`."""
+        failures = [
+            translate_transaction(error, "Kafka did not take an event")
+            for error in self._errors
+            if error.code() not in CONSEQUENCES and error.code() != KafkaError._STATE  # noqa: SLF001
+        ]
         refusal = next((failure for failure in failures if isinstance(failure, EventRejected)), None)
-        said = [f for f, e in zip(failures, self._errors, strict=True) if e.code() not in CONSEQUENCES] or failures
-        if refusal is None:
-            raise said[0]
-        self._ask(self._producer.abort_transaction, self._section.connect_timeout)
+        lost = any(error.code() == KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER for error in self._errors)
+        if failures and refusal is None and not lost:
+            raise failures[0]
+        try:
+            self._ask(self._producer.abort_transaction, self._section.connect_timeout)
+        except KafkaException as exc:  # it says what the reports do not
+            raise translate_transaction(exc.args[0], "Kafka transaction") from None
         self._begun = False
-        return str(refusal)
+        return None if refusal is None else str(refusal)
 
     def _produce(self, flight: Flight, events: list[Event], rejected: list[tuple[Flight, Rejected]]) -> None:
         produce, report, known, blocked = self._producer.produce, self._delivered, self._known, self._blocked
@@ -499,9 +531,19 @@ class Transactions:
 
     def _flush(self) -> None:
         """Until everything is acknowledged, or something is not; librdkafka gives up at the transaction's timeout."""
-        while self._producer.flush(_SLICE) and not self._errors:
+        while self._flush_some() and not self._errors:
             if self.ending:
                 raise self.error or SinkUnavailable("Kafka sink was closed")
+
+    def _flush_some(self) -> int:
+        """How many are not acknowledged yet. A fatal error makes confluent-kafka stumble: then the reports tell."""
+        for _ in range(_TRIES):
+            try:
+                return self._producer.flush(_SLICE)
+            except SystemError:
+                if self._errors or self.ending:
+                    return 1
+        return self._producer.flush(_SLICE)
 
     def _delivered(self, error: Any, message: Any) -> None:
         """Delivery report, once per event."""

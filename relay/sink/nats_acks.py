@@ -28,6 +28,10 @@ CONFIGURATION = {
 }
 
 
+_DELIVERED = re.compile(rb"HMSG \S+ \d+ (\$JS\.ACK\.\S+) \d+ (\d+)\r\n")
+_OTHER = re.compile(rb"H?MSG [^\r\n]+ (\d+)\r\n")
+
+
 class InnerParser(Protocol):
     """What we rely on in nats-py's parser; checked when the connection is opened."""
 
@@ -52,6 +56,7 @@ class AckParser:
     """Takes the frames that are addressed to `<inbox>.<token>`; the rest goes to the inner parser.
 
     on_acks(tokens): plain acknowledgements, many at a time. on_reply(token, status, payload): anything else for us.
+    on_stored(reply, headers): a message that a consumer delivers to us, while a stream is read back.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class AckParser:
         inbox: bytes,
         on_acks: Callable[[list[bytes]], None],
         on_reply: Callable[[bytes, bytes, bytes], None],
+        on_stored: Callable[[bytes, bytes], None] | None = None,
     ) -> None:
         self._inner = inner
+        self._on_stored = on_stored
         self._on_acks = on_acks
         self._on_reply = on_reply
         self._tail = b""  # the beginning of a frame of ours whose end has not arrived yet
@@ -73,7 +80,7 @@ class AckParser:
         self._plain = re.compile(plain)
         self._run = re.compile(b"(?:" + plain.replace(rb"(\d++)", rb"\d++") + b")+")
         self._head = re.compile(rb"H?MSG %b\.(\d+) \d+ (?:(\d+) )?(\d+)\r\n" % name)
-        self._starts = (b"MSG " + inbox + b".", b"HMSG " + inbox + b".")
+        self._starts = (b"MSG " + inbox + b".", b"HMSG " + inbox + b"." if on_stored is None else b"HMSG ")
 
     def reset(self) -> None:
         self._tail = b""
@@ -108,9 +115,20 @@ class AckParser:
                 body = start + int(head[2] or 0)
                 self._on_reply(head[1], data[start:body][9:12], data[body:end])
                 at = end + 2
+            elif self._on_stored is not None and (head := _DELIVERED.match(data, at)):
+                end = head.end() + int(head[2])
+                if len(data) < end + 2:
+                    self._tail = data[at:]
+                    return
+                self._on_stored(head[1], data[head.end() : end])
+                at = end + 2
             elif self._is_beginning(data[at : at + 4096]):
                 self._tail = data[at:]
                 return
+            elif (other := _OTHER.match(data, at)) and len(data) >= other.end() + int(other[1]) + 2:
+                end = other.end() + int(other[1]) + 2  # a whole frame of somebody else; behind it may be more of ours
+                await self._inner.parse(data[at:end])
+                at = end
             else:
                 await self._inner.parse(data[at:])
                 return

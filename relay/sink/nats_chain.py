@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Iterable
 
 from relay.errors import SetupError, SinkUnavailable
-from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.nats_connection import ApiError, NatsConnection, header_map
 from relay.sink.nats_streams import StreamState
 
 log = logging.getLogger("relay.sink.nats")
@@ -26,17 +25,35 @@ _QUIET = 1.0  # seconds without a message after which a consumer has no more for
 class Chain:
     """One stream of the relay's own: `sent` is its last sequence if everything that was sent is stored."""
 
-    __slots__ = ("at", "counting", "digits", "end", "left", "limit", "mark", "places", "sent", "stream")
+    __slots__ = (
+        "_in_order",
+        "at",
+        "counting",
+        "danger",
+        "digits",
+        "end",
+        "left",
+        "limit",
+        "mark",
+        "places",
+        "sent",
+        "stream",
+    )
 
     def __init__(self, stream: str, mark: int, places: list[bytes | None], *, counting: bool = False) -> None:
-        """`places`: the ids behind the mark, up to the end of the stream; None where the message is gone."""
+        """`places`: the ids behind the mark, up to the end of the stream; None where the message is gone.
+
+        `counting`: they are the next events in the order in which they will come.
+        """
         self.stream = stream
         self.mark = mark
         self.places = places
+        self._in_order = counting
         self.counting = counting and None in places  # what is gone is known by its place
         self.at = 0  # all places before it have been met
         self.left = 0  # how many were not met yet
         self.sent = self.end = mark + len(places)
+        self.danger = 0  # up to here a predecessor may still write, and other events than we would
         self.digits = len(str(self.sent))
         self.limit = 10**self.digits
 
@@ -83,7 +100,7 @@ class Chain:
         """After `covered`: whether everything beyond it is simply what comes next, in its order."""
         if not self.left:
             return True
-        return self.sent == self.end and self.left == len(self.places) - self.at
+        return self._in_order and self.sent == self.end and self.left == len(self.places) - self.at
 
     def settle(self) -> None:
         """What was not met will not come any more."""
@@ -142,16 +159,7 @@ async def _ask(
             if exc.err_code != _NO_MESSAGE:
                 raise SinkUnavailable(f"stream {stream} cannot be read back: {exc}") from None
             return
-        lines = base64.b64decode(answer["message"].get("hdrs", "")).decode(errors="replace").split("\r\n")
-        found[seq] = header_map(line.partition(":")[::2] for line in lines[1:] if ":" in line)
+        found[seq] = header_map(base64.b64decode(answer["message"].get("hdrs", "")))
 
     for start in range(0, len(wanted), _AT_ONCE):
         await asyncio.gather(*map(look, wanted[start : start + _AT_ONCE]))
-
-
-def header_map(pairs: Iterable[Iterable[str]]) -> dict[str, str]:
-    """Headers by their names in lower case; the first of a name counts."""
-    found: dict[str, str] = {}
-    for name, value in pairs:
-        found.setdefault(name.strip().lower(), value.strip())
-    return found

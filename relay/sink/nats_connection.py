@@ -35,6 +35,10 @@ log = structlog.get_logger("relay.sink.nats")
 
 # asyncio says it of every server that closes a connection after nats-py has upgraded it to TLS; it means nothing.
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
+# nats-py says it, with a traceback, when a pong arrives that nobody waits for any more: we let go while connecting.
+logging.getLogger("nats.aio.client").addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
+)
 
 Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
 
@@ -73,6 +77,7 @@ class NatsConnection:
         self._denied: list[str] = []
         self._outbox: deque[Frame] = deque()
         self._publisher: asyncio.Task[None] | None = None
+        self._on_stored: Callable[[bytes, bytes], None] = _ignore
         self.inbox = b""
         self.max_payload = 0
         self.discovered: list[str] = []
@@ -86,7 +91,7 @@ class NatsConnection:
         random.shuffle(servers)
         failures: list[RelayError] = []
         for url in [*servers, *(url for url in known if url not in servers)]:
-            self._client = _Client(wants_tls=_wants_tls(url, config))
+            self._client = _Client(wants_tls=_wants_tls(url, config), certified=bool(config.tls and config.tls.cert))
             self._closed = False
             try:
                 async with asyncio.timeout(config.connect_timeout):
@@ -132,7 +137,7 @@ class NatsConnection:
         if _wants_tls(url, self._config) and not wire.encrypted():
             raise _no_tls()
         if self._direct and wire.usable():
-            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply))
+            wire.intercept(AckParser(wire.parser(), self.inbox, self._on_acks, self._on_reply, self._stored))
             self._wire = wire
         else:
             log.info(
@@ -216,13 +221,14 @@ class NatsConnection:
         found: dict[int, dict[str, str]] = {}
         done = asyncio.Event()
 
-        async def take(message: Msg) -> None:
-            seq = int(message.reply.split(".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
-            found[seq] = {name.lower(): value for name, value in (message.headers or {}).items()}
+        def take(reply: bytes, block: bytes) -> None:
+            seq = int(reply.split(b".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
+            found[seq] = header_map(block)
             if seq >= last:
                 done.set()
 
-        subject = self._client.new_inbox()
+        # A subject of its own: a consumer does not see the interest of a wildcard.
+        subject = f"{self.inbox.decode()}-0"
         settings = {
             "deliver_subject": subject,
             "deliver_policy": "by_start_sequence",
@@ -233,7 +239,11 @@ class NatsConnection:
             "num_replicas": 1,
             "inactive_threshold": 10_000_000_000,
         }
-        subscription = await self._client.subscribe(subject, cb=take, pending_msgs_limit=0, pending_bytes_limit=0)
+        self._on_stored = take
+        try:
+            subscription = await self._client.subscribe(subject, cb=self._on_message)
+        except (nats.errors.Error, OSError) as exc:
+            raise SinkUnavailable(f"the connection to NATS was lost: {exc}") from None
         answer = await self.request(f"{prefix}.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": settings})
         while not done.is_set():
             before = len(found)
@@ -242,7 +252,7 @@ class NatsConnection:
                     await done.wait()
             if len(found) == before:
                 break
-        with contextlib.suppress(nats.errors.Error, RelayError, ApiError):
+        with contextlib.suppress(RelayError, ApiError, nats.errors.Error, OSError):
             await subscription.unsubscribe()
             await self.request(f"{prefix}.CONSUMER.DELETE.{stream}.{answer['name']}")
         return {seq: headers for seq, headers in found.items() if seq <= last}
@@ -269,8 +279,15 @@ class NatsConnection:
     def _on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
         self._listener.on_reply(token, status, payload)
 
+    def _stored(self, reply: bytes, block: bytes) -> None:
+        self._on_stored(reply, block)
+
     async def _on_message(self, message: Msg) -> None:
         """Acks that came through nats-py's parser."""
+        if message.reply.startswith("$JS"):
+            lines = [f"{name}: {value}" for name, value in (message.headers or {}).items()]
+            self._on_stored(message.reply.encode(), "\r\n".join(["", *lines]).encode())
+            return
         token = message.subject.rpartition(".")[2].encode()
         status = (message.headers or {}).get("Status", "")
         self._listener.on_reply(token, status.encode(), message.data)
@@ -302,13 +319,19 @@ class NatsConnection:
 class _Client(Client):
     """Where TLS is asked for, nothing is sent in the clear to a server that offers none: neither password nor token."""
 
-    def __init__(self, *, wants_tls: bool) -> None:
+    def __init__(self, *, wants_tls: bool, certified: bool) -> None:
         super().__init__()
         self._wants_tls = wants_tls
+        self._certified = certified
 
     def _connect_command(self) -> bytes:
         if self._wants_tls and not _Wire(self).encrypted():
             raise _no_tls()
+        if self._server_info.get("tls_verify") and not self._certified:
+            # Said by us: with TLS 1.3 the server's own refusal may be lost when it closes the connection behind it.
+            raise AuthError(
+                "the NATS server asks for a client certificate", hint="give cert and key in [sink.jetstream.tls]"
+            )
         command: bytes = super()._connect_command()
         return command
 
@@ -351,6 +374,20 @@ class _Wire:
         self._client._pending_data_size = 0  # noqa: SLF001
         if self._io is not None:
             self._io.abort()
+
+
+def header_map(block: bytes) -> dict[str, str]:
+    """Headers by their names in lower case; the first of a name counts."""
+    found: dict[str, str] = {}
+    for line in block.decode(errors="replace").split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.lower(), value.strip())
+    return found
+
+
+def _ignore(_: bytes, __: bytes) -> None:
+    """Nothing is being read back."""
 
 
 def _nowhere(_: bytes) -> None:

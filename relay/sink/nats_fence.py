@@ -1,8 +1,11 @@
 """Fenced publishing to a stream that is ours alone: exactly once and in order, through crashes of everybody (G4).
 
 Every event carries `Nats-Expected-Last-Sequence`, so each is stored only directly behind its predecessor: a lost or
-refused event refuses all that follow, and only the last event of a batch needs an acknowledgement, which then speaks
-for all. A zombie relay writes with an outdated expectation and is refused by the server.
+refused event refuses all that follow. Each is acknowledged all the same (a batch has one token, answers are counted):
+somebody else's message in the place of a refused event would let the next one in. A zombie relay that read the same
+stream can only write the very events that we would write, in the same places; one that came by another way (its
+successor recovers from the table, or routes differently) could slip in between, so in the range of sequences that it
+may still write to, events go out one by one (`danger`).
 
 After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
 up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
@@ -13,7 +16,7 @@ alike. A mark never passes an id that was read back and has not come: it would b
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from relay.errors import RelayError, SetupError, SinkUnavailable
@@ -47,10 +50,11 @@ class FencedWindow(Window):
         self._with_ids = True
         self._met: dict[bytes, Chain] = {}  # ids that the streams hold beyond the marks, until their events come
         self._ways: dict[str, tuple[bytes, Chain] | None] = {}
-        self._waiting: dict[bytes, tuple[Flight, Chain, int]] = {}  # by token of a batch's last event in a stream
+        self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
         self._careful = careful
-        self._singles: deque[int] | None = None  # places in the careful batch that are not sent yet
-        self._later: deque[Flight] = deque()  # batches behind the careful one
+        self._singles: deque[int] | None = None  # places in the batch that goes out one by one, not sent yet
+        self._single = 0  # the place that is on the wire alone
+        self._later: deque[Flight] = deque()  # batches behind that one
         self._uncountable = False  # a mark was given that is not countable
         self.suspicious = careful  # the next window should be careful
         self.gaps = False  # the server refused an event, and later ones are stored
@@ -69,7 +73,7 @@ class FencedWindow(Window):
 
     @property
     def on_the_wire(self) -> int:
-        return len(self._waiting)
+        return sum(flight.remaining for flight in self._waiting.values())
 
     # ------------------------------------------------------------------------------------------------------ going out
 
@@ -88,15 +92,10 @@ class FencedWindow(Window):
         flight.first = self._next
         if flight.batch.settled:
             self._settle()
-        if self._careful:
-            self._careful = False
-            flight.remaining = len(flight.batch.events)
-            self._singles = deque(range(len(flight.batch.events)))
-            self._next_single(flight)
-        elif self._singles is not None:
+        if self._singles is not None:
             self._later.append(flight)
         else:
-            self._send_all(flight)
+            self._send_now(flight)
         if self._timer is None and self._flights:
             self._start_timer()
 
@@ -108,33 +107,31 @@ class FencedWindow(Window):
         for chain in self._chains.values():
             chain.settle()
 
-    def _send_all(self, flight: Flight) -> None:
-        frames, lasts = self._frames(flight, range(len(flight.batch.events)))
-        flight.remaining = len(lasts)
+    def _send_now(self, flight: Flight) -> None:
+        if self._careful or any(chain.sent < chain.danger for chain in self._chains.values()):
+            self._singles = deque(range(len(flight.batch.events)))
+            flight.remaining = len(self._singles)
+            self._next_single(flight)
+            return
+        token = b"%d" % self._next
+        self._next += 1
+        frames = self._frames(flight, range(len(flight.batch.events)), token)
+        flight.remaining = len(frames)
         flight.marks = self._marks()
         if frames:
-            self._write(flight, frames, lasts)
+            self._waiting[token] = flight
+            self._connection.send(frames)
         else:
             self._finish(flight)
 
-    def _write(self, flight: Flight, frames: list[Frame], lasts: dict[Chain, int]) -> None:
-        """The last event for each stream asks for the acknowledgement of all."""
-        for chain, index in lasts.items():
-            token = b"%d" % self._next
-            self._next += 1
-            route, *rest = frames[index]
-            frames[index] = (route, self._connection.inbox, b".", token, b" ", *rest)
-            self._waiting[token] = (flight, chain, chain.sent)
-        self._connection.send(frames)
-
-    def _frames(self, flight: Flight, places: Iterable[int]) -> tuple[list[Frame], dict[Chain, int]]:
-        """Frames of the events that are to be stored, chained; and for each stream the index of its last one."""
+    def _frames(self, flight: Flight, places: Iterable[int], token: bytes) -> list[Frame]:
+        """Frames of the events that are to be stored, chained."""
         events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
         with_ids, max_payload = self._with_ids, self._connection.max_payload
         special = bool(blocked or met or any(chain.counting for chain in self._chains.values()))
         frames: list[Frame] = []
         append, join = frames.append, b"".join
-        lasts: dict[Chain, int] = {}
+        reply = b"%b.%b " % (self._connection.inbox, token)
         last: HeaderNames | None = None
         template: bytes | None = None
         fixed = 0
@@ -167,10 +164,9 @@ class FencedWindow(Window):
             if special and chain.counting and chain.skips(met):
                 self.skipped += 1
                 continue
-            lasts[chain] = len(frames)
-            append((route, template % (size, total, sent, event_id, *values), body, b"\r\n"))
+            append((route, reply, template % (size, total, sent, event_id, *values), body, b"\r\n"))
             chain.sent = sent + 1
-        return frames, lasts
+        return frames
 
     def _is_stored(self, event_id: bytes) -> bool:
         home = self._met.pop(event_id, None)
@@ -220,81 +216,92 @@ class FencedWindow(Window):
     def on_acks(self, tokens: list[bytes]) -> None:
         if self.failure is not None:
             return
-        for token in tokens:
-            entry = self._waiting.pop(token, None)
-            if entry is not None:
-                self._answered(entry[0])
+        for token, count in Counter(tokens).items():
+            flight = self._waiting.get(token)
+            if flight is None:
+                continue
+            flight.remaining -= count
+            if self._singles is not None:
+                del self._waiting[token]
+                self._next_single(flight)
+            elif flight.remaining == 0:
+                del self._waiting[token]
+                self._finish(flight)
 
     def on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
-        entry = self._waiting.get(token)
-        if entry is None or self.failure is not None:
+        flight = self._waiting.get(token)
+        if flight is None or self.failure is not None:
             return
-        flight, chain, seq = entry
         try:
             ack = nats_acks.read(status, payload)
         except RelayError as exc:
             self.fail(exc)
             return
-        if ack.code == 0 and ack.seq == seq:
-            # Also as a duplicate: the same frame from a connection before this one was in time.
+        if ack.code == 0 and ack.seq > 0 and not ack.duplicate:
             self.on_acks([token])
-        elif self._singles is None:
+        elif self._singles is not None:
+            self._single_refused(flight, ack, token)
+        else:
             self.suspicious = ack.code in WRONG_SEQUENCE or ack.code in REJECTED or ack.code == 0
-            self._refused(chain, ack)
-        else:
-            self._single_refused(flight, chain, ack, token)
+            self._refused(ack)
 
-    def _single_refused(self, flight: Flight, chain: Chain, ack: Ack, token: bytes) -> None:
+    def _single_refused(self, flight: Flight, ack: Ack, token: bytes) -> None:
         """An event that was alone on the wire did not take its place in the chain."""
-        if ack.code == 0 and 0 < ack.seq < chain.sent and ack.duplicate:
+        way = self._ways[flight.batch.events[self._single].topic]
+        assert way is not None
+        chain = way[1]
+        if ack.code == 0 and ack.seq == chain.sent:
+            pass  # as a duplicate: the same frame from a connection before this one was in time
+        elif ack.code == 0 and 0 < ack.seq < chain.sent:
             self.duplicates += 1  # it was stored before the mark
+            chain.sent -= 1
         elif ack.code in REJECTED:
-            self._refuse(flight, flight.single, f"JetStream: {ack.error} ({ack.code})")
+            self._refuse(flight, self._single, f"JetStream: {ack.error} ({ack.code})")
             self.gaps = True
+            chain.sent -= 1
         else:
-            self.suspicious = ack.code not in WRONG_SEQUENCE  # somebody else wrote: the event is innocent
-            self._refused(chain, ack)
+            self.suspicious = ack.code not in WRONG_SEQUENCE  # else somebody wrote, and the event is innocent
+            self._refused(ack)
             return
-        chain.sent -= 1
-        del self._waiting[token]
-        self._answered(flight)
+        self.on_acks([token])
 
-    def _refused(self, chain: Chain, ack: Ack) -> None:
-        verdict = nats_acks.judge(ack, f"stream {chain.stream}")
+    def _refused(self, ack: Ack) -> None:
+        verdict = nats_acks.judge(ack, "the relay's streams")
         if ack.code in WRONG_SEQUENCE:
-            verdict = SinkUnavailable(f"stream {chain.stream} refused the chain: {ack.error} ({ack.code})")
+            verdict = SinkUnavailable(f"JetStream refused the chain: {ack.error} ({ack.code})")
         elif verdict is None:
-            verdict = SinkUnavailable(f"stream {chain.stream} holds an event of the batch already (sequence {ack.seq})")
+            verdict = SinkUnavailable(f"stream {ack.stream} holds an event of the batch already (sequence {ack.seq})")
         elif isinstance(verdict, str):
-            verdict = SinkUnavailable(f"stream {chain.stream} refused an event of the batch: {verdict}")
+            verdict = SinkUnavailable(f"an event of the batch was refused: {verdict}")
         self.fail(verdict)
 
-    def _answered(self, flight: Flight) -> None:
-        flight.remaining -= 1
-        if self._singles is not None:
-            self._next_single(flight)
-        elif flight.remaining == 0:
-            self._finish(flight)
-
     def _next_single(self, flight: Flight) -> None:
-        """Of the careful batch: the next event, alone on the wire; after the last one everything else follows."""
+        """The next event of the batch, alone on the wire; after the last one the batches behind it follow."""
         while self._singles:
-            flight.single = self._singles.popleft()
-            frames, lasts = self._frames(flight, (flight.single,))
+            self._single = self._singles.popleft()
+            token = b"%d" % self._next
+            frames = self._frames(flight, (self._single,), token)
             if frames:
-                self._write(flight, frames, lasts)
+                self._next += 1
+                self._waiting[token] = flight
+                self._connection.send(frames)
                 return
             flight.remaining -= 1
         self._singles = None
-        self.suspicious = False
+        self._careful = self.suspicious = False
         flight.marks = self._marks()
         self._finish(flight)
-        while self._later and self.failure is None:
-            self._send_all(self._later.popleft())
+        while self._later and self._singles is None and self.failure is None:
+            self._send_now(self._later.popleft())
 
-    def _finish(self, flight: Flight) -> None:
-        flight.batch.marks = flight.marks
-        super()._finish(flight)
+    def _finish(self, flight: Flight) -> None:  # noqa: ARG002  an older one may have to be finished first
+        """First in, first out: what is submitted again after a failure has no holes, so that places can be counted."""
+        while self._flights:
+            oldest = next(iter(self._flights))
+            if oldest.remaining:
+                return
+            oldest.batch.marks = oldest.marks
+            super()._finish(oldest)
 
     def _refuse(self, flight: Flight, place: int, reason: str) -> None:
         event = flight.batch.events[place]

@@ -38,7 +38,7 @@ _TICKS = 4  # an ack timeout is noticed after one to one and a quarter of it
 class Flight:
     """One batch under way."""
 
-    __slots__ = ("batch", "first", "future", "lookup", "marks", "rejected", "remaining", "single")
+    __slots__ = ("batch", "first", "future", "lookup", "marks", "rejected", "remaining")
 
     def __init__(self, batch: Batch, future: asyncio.Future[Sequence[Rejected]]) -> None:
         self.batch = batch
@@ -48,7 +48,6 @@ class Flight:
         self.rejected: dict[int, Rejected] = {}  # by index in the batch
         self.lookup = False  # its publish call has to look for streams before anything more is sent
         self.marks: dict[str, int] = {}  # fenced: sequence of its last event in each stream
-        self.single = 0  # fenced: place of the event that is on the wire alone
 
 
 class Window:

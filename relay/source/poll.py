@@ -30,6 +30,7 @@ from relay.source.session import Session, translated
 
 _SMALL = 5000  # rows that one query may bring
 _PAGE = 2000
+_BATCH = 500
 
 # "Not visible in S" as a range plus a short list: an index condition whose cost a long transaction does not change.
 GAP: LiteralString = """
@@ -116,6 +117,8 @@ class PollSource:
         self._interval = interval
         self._gap = resumed
         self._places: deque[tuple[int, tuple[int, int | None]]] = deque()
+        if resumed is not None:  # asked before the first batch is
+            self._places.append((0, (resumed.table, resumed.seq)))
         self._handed = 0
         self._finishing = False
         self._woken = asyncio.Event()
@@ -194,12 +197,15 @@ class PollSource:
             stamp = b"%b%d:" % (self._stamp(gap.until_lsn), ordinal)
             after = gap.seq if ordinal == gap.table else None
             async for result in table.results(self._session, gap, after):
-                events, rejected, size, seq = table.events(result, stamp)
-                self._handed += result.ntuples
-                self._places.append((self._handed, (ordinal, seq)))
-                self._progress.received_events += result.ntuples
-                self._progress.recovered_events += result.ntuples
-                yield Batch(events, LSN(self._handed), size, time.monotonic(), rejected)
+                # In small batches: each that is acknowledged is a place that a restart does not go behind.
+                for first in range(0, result.ntuples, _BATCH):
+                    rows = range(first, min(first + _BATCH, result.ntuples))
+                    events, rejected, size, seq = table.events(result, rows, stamp)
+                    self._handed += len(rows)
+                    self._places.append((self._handed, (ordinal, seq)))
+                    self._progress.received_events += len(rows)
+                    self._progress.recovered_events += len(rows)
+                    yield Batch(events, LSN(self._handed), size, time.monotonic(), rejected)
 
 
 class TableRows:
@@ -279,7 +285,9 @@ class TableRows:
             self._router = self._route(self._binding)
         return cursor.pgresult
 
-    def events(self, result: pq.abc.PGresult, stamp: bytes) -> tuple[list[Event], list[Rejected], int, int]:
+    def events(
+        self, result: pq.abc.PGresult, rows: range, stamp: bytes
+    ) -> tuple[list[Event], list[Rejected], int, int]:
         binding, router = self._binding, self._router
         assert binding is not None and router is not None
         transaction = Transaction(0, 0, 0.0, stamp)
@@ -287,7 +295,7 @@ class TableRows:
         rejected: list[Rejected] = []
         size, seq = 0, 0
         get, slots, width = result.get_value, list(enumerate(binding.slots)), binding.width
-        for i in range(result.ntuples):
+        for i in rows:
             row: list[bytes | None] = [None] * width
             for place, slot in slots:
                 value = row[slot] = get(i, place)

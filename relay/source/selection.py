@@ -123,7 +123,7 @@ class SelectedRows:
             query: LiteralString = "SELECT {columns} FROM {table} WHERE " + self._where + " ORDER BY {order}"
             result = await rows.query(session, query, self._values, order=sql.Identifier(order), **self._parts)
             if result.ntuples:
-                events, rejected, bytes_, _ = rows.events(result, stamp)
+                events, rejected, bytes_, _ = rows.events(result, range(result.ntuples), stamp)
                 yield Page(events, rejected, bytes_, Place(ordinal + 1))
             return
         where, values = self._from(after)
@@ -145,7 +145,7 @@ class SelectedRows:
             )
             if not result.ntuples:
                 return
-            events, rejected, bytes_, place = rows.events(result, stamp)
+            events, rejected, bytes_, place = rows.events(result, range(result.ntuples), stamp)
             yield Page(events, rejected, bytes_, Place(ordinal, place))
 
     def _from(self, after: int | None) -> tuple[LiteralString, dict[str, Any]]:

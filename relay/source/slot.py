@@ -107,6 +107,7 @@ class Identity(NamedTuple):
     timeline: int
     end_lsn: LSN  # end of WAL now
     database: str
+    database_oid: int
 
 
 async def identity_of(session: Session) -> Identity:
@@ -116,11 +117,12 @@ async def identity_of(session: Session) -> Identity:
         """
         SELECT (SELECT system_identifier::text FROM pg_control_system()),
                ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int,
-               pg_current_wal_insert_lsn()::text, current_database()
+               pg_current_wal_insert_lsn()::text, datname, oid::bigint
+        FROM pg_database WHERE datname = current_database()
         """,
     )
-    system_identifier, timeline, end_lsn, database = rows[0]
-    return Identity(system_identifier, timeline, LSN.parse(end_lsn), database)
+    system_identifier, timeline, end_lsn, database, oid = rows[0]
+    return Identity(system_identifier, timeline, LSN.parse(end_lsn), database, oid)
 
 
 def split(table: str) -> tuple[str, str]:

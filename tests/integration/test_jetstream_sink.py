@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
-import nkeys  # type: ignore[import-untyped]
+import nkeys
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StreamConfig, StreamSource
@@ -38,7 +38,7 @@ USERS = "authorization { users: [ {user: relay, password: secret} ] }"
 
 def configured(url: str, prefix: str, **changes: Any) -> JetStream:
     streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)
-    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, **changes})
+    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, "mode": "shared", **changes})
 
 
 @asynccontextmanager

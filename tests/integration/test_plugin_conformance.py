@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -39,7 +39,10 @@ class Recorder:
     def __init__(self, hold: int | None = None) -> None:
         self.events: list[Event] = []
         self.duplicates = 0
+        self.marks: dict[str, int] = {}
         self._hold = hold
+
+    def resume(self, marks: Mapping[str, int], origin: str) -> None: ...
 
     async def open(self) -> None: ...
 

@@ -41,7 +41,7 @@ from relay.source.slot import Identity, SlotInfo
 from relay.supervisor import Supervisor
 from tests.fakes import FaultySink
 
-IDENTITY = Identity("7", 1, LSN(5000), "shop")
+IDENTITY = Identity("7", 1, LSN(5000), "shop", 5)
 SLOT = SlotInfo(name="outbox_relay", plugin="pgoutput", database="shop", confirmed_flush_lsn=LSN(4000))
 
 
@@ -325,4 +325,4 @@ def test_only_configured_tables_are_bound() -> None:
 def test_positions_name_relay_system_epoch_phase() -> None:
     one = life(relay={"name": "shop"})
     one._progress.epoch = 4
-    assert one._stamp("stream", "1") == b"shop:7:4:stream:1:"
+    assert one._stamp("stream", "1") == b"shop:7-5:4:stream:1:"

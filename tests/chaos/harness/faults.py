@@ -30,6 +30,7 @@ from tests.chaos.harness.writers import Journal, prepared_transaction, slow_tran
 _END: LiteralString = (
     "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active_pid IS NOT NULL"
 )
+_LOOK: LiteralString = "SELECT confirmed_flush_lsn IS NOT NULL FROM pg_replication_slots WHERE slot_name = %s"
 _DROP: LiteralString = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s"
 
 
@@ -198,13 +199,19 @@ class Injector:
             ended = await (await connection.execute(_END, (SLOT,))).fetchall()
         return None if ended else "missed: no walsender"
 
-    async def _slot_drop(self, _fault: Fault) -> str | None:
+    async def _slot_drop(self, fault: Fault) -> str | None:
+        """A slot that is still being made is left alone every other time: else one a second would never be there."""
         async with await self._connect() as connection:
             for _ in range(40):
-                await connection.execute(_END, (SLOT,))
+                row = await (await connection.execute(_LOOK, (SLOT,))).fetchone()
+                if row is None:
+                    return "missed: no slot"
+                if not row[0] and fault.number % 2:
+                    return "missed: in the making"
+                ended = await (await connection.execute(_END, (SLOT,))).fetchall()
                 with contextlib.suppress(psycopg.errors.ObjectInUse):
                     dropped = await (await connection.execute(_DROP, (SLOT,))).fetchall()
-                    return None if dropped else "missed: no slot"
+                    return "done" if dropped else "done: ended while in the making" if ended else "missed: no slot"
                 await asyncio.sleep(0.01)
         return "missed: in use"
 

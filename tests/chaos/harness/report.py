@@ -130,6 +130,11 @@ def make_report(
         for end in ends
         if end.code != 1  # 1: a restart may cure it, and it was restarted
     ]
+    problems += [
+        f"{relay.name} showed {count} tracebacks: see {relay.name}.err"
+        for relay in stage.relays
+        if (count := relay.tracebacks())
+    ]
     done = [each for each in injected if not each.effect.startswith("missed")]
     summary: dict[str, Any] = {
         "faults": len(done),

@@ -74,7 +74,11 @@ class RelayKeeper:
         while not self._over:
             await self._start()
             assert self._process is not None
-            pid, code = self._process.pid, await self._process.wait()
+            try:
+                pid, code = self._process.pid, await self._process.wait()
+            except asyncio.CancelledError:  # Ctrl-C: nobody else would end it
+                self.signal(signal.SIGKILL)
+                raise
             self.last_code = code
             if pid not in self._asked:
                 self.ends.append(Ended(time.monotonic(), self.name, code, self._last_words()))
@@ -101,6 +105,13 @@ class RelayKeeper:
     def _last_words(self) -> str:
         lines = (self._folder / f"{self.name}.err").read_text(errors="replace").splitlines()
         return "\n".join(lines[-12:])
+
+    def tracebacks(self) -> int:
+        """Errors that nobody foresaw; a restart may have cured them, and yet they are bugs."""
+        said = (self._folder / f"{self.name}.err").read_text(errors="replace")
+        return (
+            said.count("\nTraceback (most") + said.startswith("Traceback (most") + said.count("+ Exception Group Tra")
+        )
 
     @property
     def running(self) -> bool:

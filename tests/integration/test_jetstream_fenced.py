@@ -1,0 +1,338 @@
+"""Fenced JetStream on real servers: exactly once and in order, with a dedupe window too short to help (G4, G6)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import nats
+import psycopg
+import pytest
+from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
+
+from relay.config import JetStream, Stream
+from relay.embedded import NatsCluster, NatsServer
+from relay.embedded.process import wait_until
+from relay.errors import SetupError, TransientError
+from relay.sink import UNCOUNTABLE
+from relay.sink.jetstream import JetStreamSink
+from relay.sink.nats_fence import FencedWindow
+from tests.fix_nats import Nats
+from tests.fix_postgres import Database
+from tests.fix_proxy import Proxy
+from tests.relays import Ledger, RelayProcess, eventually, prepare, settings
+from tests.sinks import (
+    ORIGIN,
+    batch_of,
+    batches_of,
+    make_event,
+    order_per_key,
+    publish_as_pipeline,
+    publish_overlapping,
+    read_jetstream,
+)
+
+OLD = os.environ.get("NATS_SERVER_OLD")  # a server of 2.9, where there is one
+SERVERS = ["current", pytest.param("old", marks=pytest.mark.skipif(not OLD, reason="NATS_SERVER_OLD is not set"))]
+
+
+def configured(url: str, *names: str, **changes: Any) -> JetStream:
+    streams = tuple(
+        Stream(
+            name=name, subjects=(f"{name}.>",), create=True, duplicate_window=0.1, replicas=changes.get("replicas", 1)
+        )
+        for name in names
+    )
+    changes.pop("replicas", None)
+    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, **changes})
+
+
+@asynccontextmanager
+async def opened(
+    config: JetStream, marks: dict[str, int] | None = None, **changes: Any
+) -> AsyncIterator[JetStreamSink]:
+    sink = JetStreamSink(config, **changes)
+    sink.resume(marks or {}, ORIGIN)
+    try:
+        await sink.open()
+        yield sink
+    finally:
+        await sink.close()
+
+
+def events(topics: tuple[str, ...], count: int, keys: int = 20) -> list[Any]:
+    return [
+        make_event(seq, topic=topics[seq % len(topics)], key=b"k%d" % (seq % keys), body=b"%0200d" % seq)
+        for seq in range(count)
+    ]
+
+
+async def stored_once(url: str, names: tuple[str, ...], made: list[Any]) -> None:
+    """Every event once, and in order per key."""
+    stored = [item for name in names for item in await read_jetstream(url, name)]
+    assert len(stored) == len({item.id for item in stored}), "duplicates"
+    assert {item.id for item in stored} == {event.id for event in made}
+    for name in names:
+        order = order_per_key(item for item in stored if item.topic.startswith(f"{name}."))
+        assert all(numbers == sorted(numbers) for numbers in order.values()), "order"
+
+
+# --- the sink
+
+
+async def test_fenced_is_the_default_for_streams_that_the_relay_made(nats: Nats, prefix: str) -> None:
+    async with opened(configured(nats.url, prefix)) as sink:
+        assert isinstance(sink._window, FencedWindow)
+        assert sink.marks == {prefix: 0}
+    async with opened(configured(nats.url, prefix, mode="shared")) as sink:
+        assert not isinstance(sink._window, FencedWindow)
+        assert sink.marks == {}
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("version", SERVERS)
+async def test_server_killed_again_and_again(version: str, prefix: str) -> None:
+    names = (f"{prefix}a", f"{prefix}b")
+    made = events((f"{names[0]}.x", f"{names[1]}.y", f"{names[0]}.z"), 20_000)
+    with NatsServer(binary=Path(OLD) if version == "old" and OLD else None) as server:
+        async with opened(configured(server.url, *names)) as sink:
+
+            def break_it() -> None:
+                server.kill()
+                server.restart()
+
+            rounds, breaking = 0, asyncio.create_task(asyncio.sleep(0))
+            async for rejected in publish_as_pipeline(sink, batches_of(made, 100)):
+                assert rejected == []
+                rounds += 1
+                if rounds % 5 == 0 and breaking.done():
+                    breaking = asyncio.create_task(asyncio.to_thread(break_it))
+            await breaking
+        await stored_once(server.url, names, made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_network_cut_and_stalled(own_nats: NatsServer, prefix: str, proxy: Callable[[str], Any]) -> None:
+    way: Proxy = await proxy(own_nats.url)
+    made = events((f"{prefix}.a",), 6000)
+    async with opened(configured(way.url, prefix, ack_timeout=0.4)) as sink:
+        rounds = 0
+        async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
+            await way.resume()
+            rounds += 1
+            if rounds % 6 == 2:
+                asyncio.get_running_loop().call_later(0.002, lambda: asyncio.ensure_future(way.cut()))
+            elif rounds % 6 == 5:
+                way.stall("down" if rounds % 4 else "both")
+    await stored_once(own_nats.url, (prefix,), made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, prefix: str) -> None:
+    made = events((f"{prefix}.a",), 6000)
+    config = configured("", prefix, replicas=3, servers=tuple(nats_cluster.urls))
+    async with opened(config) as sink:
+        rounds = 0
+        async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
+            rounds += 1
+            if rounds in {4, 10}:
+                leader = nats_cluster.leader
+                assert leader is not None
+                leader.kill()
+                await asyncio.to_thread(leader.restart)
+                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 30.0, 0.1)
+    healthy = lambda: all(node.monitor("/healthz").get("status") == "ok" for node in nats_cluster.nodes)  # noqa: E731
+    assert await asyncio.to_thread(wait_until, healthy, 30.0, 0.1)
+    await stored_once(nats_cluster.urls[0], (prefix,), made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_a_successor_reads_back_what_the_checkpoint_does_not_cover(nats: Nats, prefix: str) -> None:
+    """Ten thousand ids beyond the mark: those are read by a consumer, not one by one. Also in another order."""
+    made = events((f"{prefix}.a",), 10_000)
+    async with opened(configured(nats.url, prefix)) as sink:
+        marks = dict(sink.marks)
+        await publish_overlapping(sink, batches_of(made[:9000], 500))
+    by_key = sorted(made, key=lambda event: (event.key, event.transaction.xid))
+    async with opened(configured(nats.url, prefix), {**marks, UNCOUNTABLE: 1}, reach=100) as sink:
+        batches = batches_of(by_key, 500)
+        await publish_overlapping(sink, batches)
+        assert batches[-1].marks[prefix] == 10_000
+    await stored_once(nats.url, (prefix,), made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str) -> None:
+    """What consumers took is skipped by its place, if events come in the same order; else they come again."""
+    client = await nats_client(nats.url)
+    js = client.jetstream()
+    await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"], retention=RetentionPolicy.WORK_QUEUE))
+    made = events((f"{prefix}.a",), 50)
+    config = configured(nats.url, prefix, mode="fenced")
+    async with opened(config) as sink:
+        await publish_overlapping(sink, batches_of(made[:30], 10))
+    consumer = await js.pull_subscribe(f"{prefix}.>", "worker")
+    seen: list[bytes] = []
+
+    async def consume(count: int) -> None:
+        while len(seen) < count:
+            for message in await consumer.fetch(10, timeout=5):
+                seen.append(message.headers["id"].encode())
+                await message.ack_sync()
+
+    await consume(20)
+    async with opened(config, {prefix: 0}) as sink:
+        await publish_overlapping(sink, batches_of(made, 10))
+    await consume(50)
+    assert seen == [event.id for event in made]
+    state = (await js.stream_info(prefix)).state
+    assert (state.last_seq, state.messages) == (50, 0)
+    await client.close()
+
+
+async def nats_client(url: str) -> Any:
+    return await nats.connect(url)
+
+
+@pytest.mark.guarantee("G6")
+async def test_a_zombie_is_refused(nats: Nats, prefix: str) -> None:
+    made = events((f"{prefix}.a",), 40)
+    async with opened(configured(nats.url, prefix)) as zombie, opened(configured(nats.url, prefix)) as active:
+        await active.publish(batch_of(made[:20]))
+        with pytest.raises(TransientError, match="chain"):
+            await zombie.publish(batch_of(made[:10]))
+        await active.publish(batch_of(made[20:]))
+    await stored_once(nats.url, (prefix,), made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, prefix: str) -> None:
+    client = await nats_client(nats.url)
+    made = events((f"{prefix}.a",), 20)
+    async with opened(configured(nats.url, prefix)) as sink:
+        marks = dict(sink.marks)
+        await sink.publish(batch_of(made[:10]))
+        await client.jetstream().publish(f"{prefix}.a", b"not of a relay")
+        with pytest.raises(TransientError, match="chain"):
+            await sink.publish(batch_of(made[10:]))
+        with pytest.raises(SetupError, match="another writer"):
+            await sink.open()
+    shared = JetStreamSink(configured(nats.url, prefix, foreign_writer="share"))
+    shared.resume(marks, ORIGIN)
+    with pytest.raises(TransientError, match="shared mode"):
+        await shared.open()
+    await shared.open()
+    assert not isinstance(shared._window, FencedWindow) and shared.marks == {}
+    await shared.publish(batch_of(made[10:]))
+    await shared.close()
+    assert (await client.jetstream().stream_info(prefix)).state.messages == 21
+    await client.close()
+
+
+async def test_streams_that_cannot_be_fenced(nats: Nats, prefix: str) -> None:
+    client = await nats_client(nats.url)
+    js = client.jetstream()
+    await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"]))
+    await js.add_stream(StreamConfig(name=f"{prefix}s", subjects=[f"{prefix}s.>"], sources=[StreamSource(name=prefix)]))
+    with pytest.raises(SetupError, match="cannot be fenced"):
+        async with opened(configured(nats.url, f"{prefix}s", mode="fenced")):
+            pass
+    with pytest.raises(SetupError, match="ends at sequence 0"):
+        async with opened(configured(nats.url, prefix, mode="fenced"), {prefix: 7}):
+            pass
+    async with opened(configured(nats.url, prefix)) as sink:
+        assert not isinstance(sink._window, FencedWindow), "not made by a relay"
+    await client.close()
+
+
+async def test_a_topic_that_moved_to_another_stream(own_nats: NatsServer) -> None:
+    """What the old stream holds beyond the checkpoint is not published to the new one again."""
+    url, made = own_nats.url, events(("one.a",), 10)
+    both = configured(url, "one", "two")
+    async with opened(both) as sink:
+        await sink.publish(batch_of(made[:6]))
+    moved = [event._replace(topic="two.a") for event in made]
+    async with opened(both, {"one": 0, "two": 0, UNCOUNTABLE: 1}, reach=0) as sink:
+        await sink.publish(batch_of(moved))
+    assert [len(await read_jetstream(url, name)) for name in ("one", "two")] == [6, 4]
+
+
+# --- the relay
+
+
+def fenced(url: str, stream: str) -> dict[str, Any]:
+    streams = [{"name": stream, "subjects": [f"{stream}.>"], "create": True, "duplicate_window": "100ms"}]
+    return {"kind": "jetstream", "jetstream": {"servers": [url], "ack_timeout": "2s", "streams": streams}}
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.guarantee("G5")
+async def test_relay_and_server_killed_and_the_slot_dropped(
+    database: Database, own_nats: NatsServer, prefix: str, tmp_path: Path
+) -> None:
+    path = await prepare(tmp_path, settings(database.dsn, fenced(own_nats.url, prefix), source={"slot": prefix}))
+    ledger = Ledger(database.dsn, f"{prefix}.orders")
+
+    def drop_slot() -> None:
+        with psycopg.connect(database.dsn, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", (prefix,)
+            )
+            for _ in range(100):
+                try:
+                    connection.execute("SELECT pg_drop_replication_slot(%s)", (prefix,))
+                    return
+                except psycopg.errors.ObjectInUse:
+                    connection.execute("SELECT pg_sleep(0.05)")
+
+    recovered = 0
+    with ledger.writing(writers=3, pause=0.005):
+        for turn in range(8):
+            with RelayProcess(path) as relay:
+                await relay.has_published((1, 100, 250)[turn % 3])
+                if turn % 4 == 1:
+                    own_nats.kill()
+                    await asyncio.to_thread(own_nats.restart)
+                    await relay.has_published(300)
+                relay.kill()
+                recovered += len(relay.said("recovery.started", reason="slot"))
+            if turn % 4 == 2:
+                await asyncio.to_thread(drop_slot)
+    with RelayProcess(path) as relay:
+        stored = await ledger.arrived(lambda: read_jetstream(own_nats.url, prefix), relay)
+        await relay.ready()
+        await relay.stopped()
+    ledger.check(stored)
+    assert recovered == 2
+
+
+@pytest.mark.guarantee("G6")
+async def test_a_frozen_relay_wakes_up_beside_its_successor(
+    database: Database, own_nats: NatsServer, prefix: str, tmp_path: Path
+) -> None:
+    path = await prepare(tmp_path, settings(database.dsn, fenced(own_nats.url, prefix), source={"slot": prefix}))
+    ledger = Ledger(database.dsn, f"{prefix}.orders")
+    with RelayProcess(path) as frozen, RelayProcess(path) as successor:
+        await eventually(lambda: frozen.said("stream.started") or successor.said("stream.started"), "one streams")
+        zombie, other = (frozen, successor) if frozen.said("stream.started") else (successor, frozen)
+        with ledger.writing(writers=3, pause=0.002):
+            await zombie.has_published(300)
+            zombie.freeze()
+            with psycopg.connect(database.dsn, autocommit=True) as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'outbox_relay%'"
+                    " AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
+                    " UNION SELECT active_pid FROM pg_replication_slots)"
+                )
+            await other.says("stream.started")
+            zombie.thaw()
+            await other.has_published(300)
+            await eventually(
+                lambda: zombie.status.get("state") == "standby", "stands by", context=lambda: zombie.output
+            )
+        stored = await ledger.arrived(lambda: read_jetstream(own_nats.url, prefix), other)
+        ledger.check(stored)

@@ -1,0 +1,381 @@
+"""Kafka's exactly-once mode (G4, G6): what `read_committed` readers see, whatever is killed, fenced or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from relay import config
+from relay.embedded import KafkaServer
+from relay.errors import SetupError, SinkUnavailable
+from relay.event import Event
+from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink
+from tests.fix_kafka import Kafka
+from tests.fix_postgres import Database
+from tests.relays import Ledger, RelayProcess, create_topic, prepare, settings
+from tests.relays import kafka as kafka_section
+from tests.sinks import (
+    Stored,
+    batch_of,
+    batches_of,
+    make_event,
+    order_per_key,
+    publish_as_pipeline,
+    publish_overlapping,
+    read_kafka,
+)
+
+ORIGIN = "tests:1"
+OpenSink = Callable[..., Awaitable[ExactlyOnceKafkaSink]]
+
+
+def event(seq: int, topic: str, *, keys: int = 5, body: bytes = b"{}", origin: str = ORIGIN) -> Event:
+    return make_event(
+        seq, topic=topic, key=b"k%d" % (seq % keys), body=body, headers={"relay-position": b"%b:1:x" % origin.encode()}
+    )
+
+
+@pytest.fixture
+async def open_sink(kafka: Kafka, prefix: str) -> AsyncIterator[OpenSink]:
+    sinks: list[ExactlyOnceKafkaSink] = []
+
+    async def open_one(
+        marks: dict[str, int] | None = None,
+        *,
+        options: dict[str, Any] | None = None,
+        **section: Any,
+    ) -> ExactlyOnceKafkaSink:
+        section = {"create_topics": True, "partitions": 4, "transactional_id": prefix, **section}
+        section.setdefault("position_topic", f"{prefix}-positions")
+        addresses = {"bootstrap.servers": kafka.bootstrap, **(options or {})}
+        sink = ExactlyOnceKafkaSink(config.Kafka(mode="exactly-once", options=addresses, **section))
+        sinks.append(sink)
+        sink.resume(marks or {}, ORIGIN)
+        await sink.open()
+        return sink
+
+    yield open_one
+    for sink in sinks:
+        await sink.close()
+
+
+async def committed(kafka: Kafka, topic: str) -> list[Stored]:
+    return await asyncio.to_thread(read_kafka, kafka.bootstrap, topic)
+
+
+async def positions(kafka: Kafka, prefix: str) -> list[dict[str, Any]]:
+    return [orjson.loads(item.body or b"{}") for item in await committed(kafka, f"{prefix}-positions")]
+
+
+@pytest.mark.guarantee("G4")
+async def test_what_is_stored_beyond_the_marks_is_not_stored_again(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    sink = await open_sink(topics=(prefix,))
+    begin = sink.marks
+    assert begin == {f"{prefix}/{n}": 0 for n in range(4)}
+    batches = batches_of([event(seq, prefix) for seq in range(200)], 20)
+    await publish_overlapping(sink, batches)
+    marks: dict[str, int] = dict(begin)
+    for batch in batches:
+        marks |= batch.marks
+    await publish_overlapping(sink, batches_of([event(seq, prefix) for seq in range(200, 300)], 20))
+
+    successor = await open_sink(marks)  # the checkpoint has seen the first 200
+    again = batches_of([event(seq, prefix) for seq in range(200, 400)], 20)
+    assert await publish_overlapping(successor, again) == []
+    assert successor.duplicates == 100
+    stored = await committed(kafka, prefix)
+    assert order_per_key(stored) == {b"k%d" % n: list(range(n, 400, 5)) for n in range(5)}
+
+
+@pytest.mark.guarantee("G6")
+async def test_the_older_of_two_is_refused_and_its_transaction_never_shows(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    zombie = await open_sink(topics=(prefix,))
+    await zombie.publish(batch_of([event(0, prefix)]))
+    successor = await open_sink()
+    late = batch_of([event(1, prefix)])
+    with pytest.raises(SinkUnavailable, match="took over") as caught:
+        await zombie.publish(late)
+    assert "relay.name" in caught.value.hint
+    assert len(late.events) == 1
+    await successor.publish(batch_of([event(2, prefix)]))
+    assert [item.seq for item in await committed(kafka, prefix)] == [0, 2]
+
+
+async def test_marks_do_not_pass_what_may_still_come(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    """A recovery asks in another order: what it has not asked for yet must be found again after another crash."""
+    sink = await open_sink(topics=(prefix,), partitions=1)
+    begin = sink.marks
+    await sink.publish(batch_of([event(seq, prefix) for seq in range(10)]))
+    second = await open_sink(begin)
+    backwards = batch_of([event(9, prefix), event(20, prefix)])
+    await second.publish(backwards)
+    assert backwards.marks == {f"{prefix}/0": 0}
+    third = await open_sink({**begin, **backwards.marks})
+    settled = batch_of([event(seq, prefix) for seq in (0, 1, 2, 20, 21)])
+    await third.publish(settled)
+    assert settled.marks == {f"{prefix}/0": 3}
+    last = batch_of([event(22, prefix)])
+    last.settled = True
+    await third.publish(last)
+    assert last.marks[f"{prefix}/0"] > 10
+    assert sorted(item.seq for item in await committed(kafka, prefix)) == [*range(10), 20, 21, 22]
+
+
+async def test_topics_seen_first_in_publish_are_found_after_a_crash(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    """No checkpoint knows of them: where they begin is in the position record of the same transaction."""
+    topics = [f"{prefix}-{n}" for n in range(3)]
+    stranger = Producer({"bootstrap.servers": kafka.bootstrap})
+    await asyncio.to_thread(create_topic, kafka.bootstrap, topics[0])
+    for number in range(50):
+        stranger.produce(topics[0], b"not ours", b"k%d" % number, headers=[("id", b"x%d" % number), ("seq", b"0")])
+    assert stranger.flush(10) == 0
+    sink = await open_sink()
+    assert sink.marks == {}
+    events = [make_event(seq, topic=topics[seq % 3], headers={"relay-position": b"tests:1:x"}) for seq in range(30)]
+    for each in batches_of(events, 10):
+        await sink.publish(each)
+    successor = await open_sink()
+    assert {name.rpartition("/")[0] for name in successor.marks} == set(topics)
+    assert await publish_overlapping(successor, batches_of(events, 10)) == []
+    assert successor.duplicates == 30
+    for topic in topics:
+        ids = [item.id for item in await committed(kafka, topic)]
+        assert len(ids) == len(set(ids))
+
+
+async def test_partitions_that_were_added(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    sink = await open_sink(topics=(prefix,), partitions=1, options={"topic.metadata.refresh.interval.ms": 100})
+    begin = sink.marks
+    await sink.publish(batch_of([event(0, prefix)]))
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    await asyncio.to_thread(admin.create_partitions([NewPartitions(prefix, 6)])[prefix].result, 10)
+    marks: dict[str, int] = {}
+    seq = 0
+    async with asyncio.timeout(20):
+        while len(marks) < 3:  # until the producer has noticed
+            seq += 1
+            batch = batch_of([event(seq, prefix, keys=1000)])
+            await sink.publish(batch)
+            marks |= batch.marks
+    successor = await open_sink(begin)
+    events = [event(0, prefix), *(event(each, prefix, keys=1000) for each in range(1, seq + 1))]
+    await publish_overlapping(successor, batches_of(events, 10))
+    assert len(await committed(kafka, prefix)) == seq + 1
+
+
+async def test_transactions_grow_with_the_load(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    sink = await open_sink(topics=(prefix,), transaction_events=5000)
+    await sink.publish(batch_of([event(0, prefix)]))
+    await publish_overlapping(sink, batches_of([event(seq, prefix) for seq in range(1, 12001)], 100))
+    sizes = [each["events"] for each in await positions(kafka, prefix)]
+    assert sizes[0] == 1
+    assert max(sizes) == 5000
+    assert sum(sizes) == 12001
+    last = (await positions(kafka, prefix))[-1]
+    assert last["relay-position"] == "tests:1:1:x"
+    assert sum(last["marks"].values()) >= 7001  # of what was committed before
+
+
+@pytest.mark.guarantee("G9")
+async def test_a_refused_event_takes_nothing_with_it(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    """The broker, not the client, finds it too large: the transaction is aborted, and sent again in halves."""
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    topic = NewTopic(prefix, num_partitions=2, replication_factor=1, config={"max.message.bytes": "20000"})
+    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 10)
+    sink = await open_sink(options={"batch.size": 15000})
+    events = [event(seq, prefix, keys=10) for seq in range(500)]
+    events[333] = event(333, prefix, keys=10, body=os.urandom(30_000))
+    rejected = await publish_overlapping(sink, batches_of(events, 50))
+    assert rejected[0].event == events[333]
+    assert {item.event.transaction.xid for item in rejected} == set(range(333, 500, 10))
+    order = order_per_key(await committed(kafka, prefix))
+    assert order == {b"k%d" % n: list(range(n, 500 if n != 3 else 333, 10)) for n in range(10)}
+
+
+async def test_message_sets_too_large_for_the_topic_are_nobodys_fault(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    topic = NewTopic(prefix, num_partitions=2, replication_factor=1, config={"max.message.bytes": "20000"})
+    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 10)
+    sink = await open_sink(options={"batch.size": 60_000, "linger.ms": 50})
+    events = [event(seq, prefix, body=os.urandom(1000)) for seq in range(300)]
+    async for rejected in publish_as_pipeline(sink, batches_of(events, 50)):
+        assert rejected == []
+    assert order_per_key(await committed(kafka, prefix)) == {b"k%d" % n: list(range(n, 300, 5)) for n in range(5)}
+
+
+async def test_a_topic_that_was_made_again(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    with pytest.raises(SetupError, match="stored events up to 700") as caught:
+        await open_sink({f"{prefix}/0": 700}, topics=(prefix,))
+    assert "outbox_relay_checkpoint" in caught.value.hint
+
+
+async def test_the_position_topic_is_compacted(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    sink = await open_sink(topics=(prefix,))
+    await sink.publish(batch_of([event(1, prefix)]))
+    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": prefix})
+    assert len(consumer.list_topics(f"{prefix}-positions", timeout=10).topics[f"{prefix}-positions"].partitions) == 1
+    consumer.close()
+
+
+# --- the whole relay
+
+
+def exactly_once(bootstrap: str) -> dict[str, Any]:
+    return kafka_section(bootstrap, mode="exactly-once")
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("kills", [5, pytest.param(60, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])])
+async def test_the_relay_killed_again_and_again(
+    database: Database, kafka: Kafka, prefix: str, tmp_path: Path, kills: int
+) -> None:
+    path = await prepare(tmp_path, settings(database.dsn, exactly_once(kafka.bootstrap), source={"slot": prefix}))
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    chance = random.Random(kills)
+    with ledger.writing(writers=3, pause=0.005):
+        for _ in range(kills):
+            with RelayProcess(path) as relay:
+                goal = chance.choice((0, 1, 50, 150, 300))
+                await (relay.has_published(goal) if goal else relay.says("relay.started"))
+                relay.kill()
+    with RelayProcess(path) as relay:
+        stored = await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        await relay.stopped()
+    ledger.check(stored)
+
+
+@pytest.mark.guarantee("G4")
+async def test_killed_inside_large_transactions(database: Database, kafka: Kafka, prefix: str, tmp_path: Path) -> None:
+    """Batches end inside transactions: what the checkpoint's LSN does not cover, its marks must not cover."""
+    sections = settings(
+        database.dsn,
+        exactly_once(kafka.bootstrap),
+        source={"slot": prefix},
+        checkpoint={"interval": "20ms"},
+        delivery={"max_batch_events": 20, "max_in_flight_events": 100},
+    )
+    path = await prepare(tmp_path, sections)
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    with ledger.writing(writers=2, events=500, pause=0.05):
+        for _ in range(4):
+            with RelayProcess(path) as relay:
+                await relay.streaming()
+                await relay.has_published(relay.counter("published_events") + 700)
+                relay.kill()
+    with RelayProcess(path) as relay:
+        stored = await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        await relay.stopped()
+    ledger.check(stored)
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.guarantee("G5")
+async def test_the_slot_dropped_while_the_relay_is_down(
+    database: Database, kafka: Kafka, prefix: str, tmp_path: Path
+) -> None:
+    path = await prepare(tmp_path, settings(database.dsn, exactly_once(kafka.bootstrap), source={"slot": prefix}))
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    with ledger.writing(writers=3, pause=0.005):
+        for _ in range(3):
+            with RelayProcess(path) as relay:
+                await relay.streaming()  # and saved several checkpoints
+                await relay.has_published(relay.counter("published_events") + 300)
+                relay.kill()
+            await asyncio.to_thread(_drop_slot, database, prefix)
+    with RelayProcess(path) as relay:
+        stored = await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        await relay.streaming()
+        await relay.stopped()
+    ledger.check(stored)
+
+
+def _drop_slot(database: Database, slot: str) -> None:
+    with database.connect() as connection:
+        while True:
+            row = connection.execute(
+                "SELECT active_pid FROM pg_replication_slots WHERE slot_name = %s", (slot,)
+            ).fetchone()
+            if row is None:
+                return
+            if row[0] is None:
+                connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
+                return
+            connection.execute("SELECT pg_terminate_backend(%s)", (row[0],))
+
+
+@pytest.mark.guarantee("G4")
+async def test_the_broker_killed_under_the_relay(
+    database: Database, own_kafka: KafkaServer, prefix: str, tmp_path: Path
+) -> None:
+    broker = Kafka(own_kafka.bootstrap)
+    path = await prepare(tmp_path, settings(database.dsn, exactly_once(broker.bootstrap), source={"slot": prefix}))
+    await asyncio.to_thread(create_topic, broker.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    with RelayProcess(path) as relay:
+        with ledger.writing(writers=3, pause=0.005):
+            await relay.has_published(100, timeout=60)
+            for _ in range(2):
+                await asyncio.to_thread(own_kafka.kill)
+                await asyncio.to_thread(own_kafka.restart)
+                await relay.has_published(relay.counter("published_events") + 100, timeout=90)
+        stored = await ledger.arrived(lambda: committed(broker, prefix), relay)
+        await relay.stopped()
+    ledger.check(stored)
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.guarantee("G6")
+async def test_a_frozen_relay_wakes_up_behind_its_successor(
+    database: Database, kafka: Kafka, prefix: str, tmp_path: Path
+) -> None:
+    sections = settings(
+        database.dsn, exactly_once(kafka.bootstrap), source={"slot": prefix, "wal_sender_timeout": "3s"}
+    )
+    path = await prepare(tmp_path, sections)
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    with RelayProcess(path) as zombie, ledger.writing(writers=3, pause=0.005):
+        await zombie.has_published(100)
+        zombie.freeze()
+        await asyncio.to_thread(_end_sessions, database)
+        with RelayProcess(path) as relay:
+            await relay.has_published(100, timeout=60)
+            zombie.thaw()
+            await relay.has_published(relay.counter("published_events") + 200)
+            await zombie.says("relay.standing_by", timeout=60)
+            relay.kill()
+        await zombie.streaming()
+        await asyncio.to_thread(ledger.write, 20, 2)
+    with RelayProcess(path) as relay:
+        stored = await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        await relay.stopped()
+    ledger.check(stored)
+
+
+def _end_sessions(database: Database) -> None:
+    with database.connect() as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name LIKE 'outbox_relay%'"
+        )

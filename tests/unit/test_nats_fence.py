@@ -1,0 +1,328 @@
+"""Fenced publishing against a model of a stream: whatever is cut, lost, late or killed, each event is stored once.
+
+The model keeps what the server promises (facts measured on real servers, tests/integration/test_jetstream_fenced.py):
+a message is stored only directly behind the sequence that it expects. The sink is the real one; only its connection is
+the model's, so that every frame and every answer can be lost at will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relay.config import JetStream, Stream
+from relay.errors import SinkUnavailable, TransientError
+from relay.event import Batch, Event, Rejected
+from relay.lsn import LSN
+from relay.sink import UNCOUNTABLE, jetstream
+from relay.sink.jetstream import JetStreamSink
+from relay.sink.nats_connection import ApiError, Frame
+from relay.sink.nats_streams import OWNED
+from relay.sink.subjects import covers
+from tests.sinks import ORIGIN, make_event
+
+_HPUB = re.compile(rb"HPUB (\S+) (?:(\S+) )?(\d+) (\d+)\r\n")
+LIMIT = 2000  # the model's max_msg_size: larger bodies are refused by the server, not by the sink
+
+
+class Message:
+    """A stored message; `there` ends when a consumer of a work queue takes it."""
+
+    def __init__(self, headers: bytes, body: bytes) -> None:
+        self.headers = headers
+        self.body = body
+        self.there = True
+        self.id = re.search(rb"\r\nid: (.*?)\r\n", headers)[1]  # type: ignore[index]
+
+
+class Server:
+    """Streams with expected-last-sequence semantics, and optionally a dedupe window that never ends."""
+
+    def __init__(self, streams: Mapping[str, str], *, dedupes: bool) -> None:
+        self.subjects = dict(streams)
+        self.stored: dict[str, list[Message]] = {name: [] for name in streams}
+        self.dedupes = dedupes
+        self.late: list[bytes] = []  # frames of connections that were cut, not processed yet
+
+    def process(self, data: bytes) -> tuple[bytes, bytes] | None:
+        """Reply subject and answer."""
+        head = _HPUB.match(data)
+        assert head is not None, data
+        size, total = int(head[3]), int(head[4])
+        block, body = data[head.end() : head.end() + size], data[head.end() + size : head.end() + total]
+        assert data[head.end() + total :] == b"\r\n" and block.endswith(b"\r\n\r\n"), "the sizes are right"
+        name = next(name for name, subject in self.subjects.items() if covers(subject, head[1].decode()))
+        stream = self.stored[name]
+        message = Message(block, body)
+        expected = int(re.search(rb"Nats-Expected-Last-Sequence: (\d+)\r\n", block)[1])  # type: ignore[index]
+        if len(body) > LIMIT:
+            answer = b'{"error":{"code":400,"err_code":10054,"description":"message size exceeds maximum allowed"}}'
+        elif expected != len(stream):
+            answer = b'{"error":{"code":400,"err_code":10071,"description":"wrong last sequence: %d"}}' % len(stream)
+        elif self.dedupes and (seq := next((n for n, m in enumerate(stream, 1) if m.id == message.id), 0)):
+            answer = b'{"stream":"%b","seq":%d,"duplicate":true}' % (name.encode(), seq)
+        else:
+            stream.append(message)
+            answer = b'{"stream":"%b", "seq":%d}' % (name.encode(), len(stream))
+        return (head[2], answer) if head[2] else None
+
+
+class Connection:
+    """Stands for NatsConnection: frames and answers wait until the test lets them pass."""
+
+    server: Server
+    inbox = b"_INBOX.x"
+    max_payload = 10_000
+    version = (2, 15, 1)
+
+    def __init__(self, config: JetStream, *, direct: bool) -> None:
+        self.discovered: list[str] = []
+        self.out: deque[bytes] = deque()
+        self.answers: deque[tuple[bytes, bytes]] = deque()
+        self.listener: Any = None
+
+    async def open(self, listener: Any, known: list[str]) -> None:
+        self.listener = listener
+
+    def listen(self, listener: Any) -> None:
+        self.listener = listener
+
+    def send(self, frames: list[Frame]) -> None:
+        self.out.extend(b"".join(frame) for frame in frames)
+
+    async def request(self, subject: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
+        name = subject.rpartition(".")[2]
+        stream = self.server.stored[name]
+        if ".INFO." in subject:
+            there = [seq for seq, message in enumerate(stream, 1) if message.there]
+            return {
+                "config": {"name": name, "subjects": [self.server.subjects[name]], "description": OWNED},
+                "state": {"first_seq": there[0] if there else len(stream) + 1, "last_seq": len(stream)},
+            }
+        assert payload is not None
+        message = stream[payload["seq"] - 1]
+        if not message.there:
+            raise ApiError(404, 10037, "no message found")
+        return {"message": {"hdrs": base64.b64encode(message.headers).decode()}}
+
+    def step(self) -> None:
+        """The server takes one frame."""
+        if self.out and (answer := self.server.process(self.out.popleft())):
+            self.answers.append(answer)
+
+    def deliver(self) -> None:
+        if self.answers:
+            subject, payload = self.answers.popleft()
+            token = subject.rpartition(b".")[2]
+            if b"error" in payload or b"duplicate" in payload:
+                self.listener.on_reply(token, b"", payload)
+            else:
+                self.listener.on_acks([token])
+
+    def abort(self) -> None:
+        self.server.late.extend(self.out)  # in the server's buffers: it may still take them
+        self.out.clear()
+        self.answers.clear()
+
+    async def close(self) -> None:
+        self.abort()
+
+
+class World:
+    """Postgres, the broker and relays that live and die; `chance` decides everything."""
+
+    def __init__(self, chance: random.Random, *, count: int, consuming: bool, reorders: bool, dedupes: bool) -> None:
+        self.chance = chance
+        self.consuming = consuming
+        self.reorders = reorders
+        self.server = Server({"A": "a.>", "B": "b.>"}, dedupes=dedupes)
+        topics = ("a.x", "b.x", "a.y")
+        self.stream = [
+            make_event(n, topic=topics[chance.randrange(3)], key=b"k%d" % chance.randrange(4)) for n in range(count)
+        ]
+        self.table = self._shuffled()
+        self.done: set[bytes] = set()  # what the checkpoint covers
+        self.marks: dict[str, int] = {}
+        self.order: list[Event] | None = self.stream  # in which events came since the checkpoint; None: in several
+        config = JetStream(
+            streams=(Stream(name="A", subjects=("a.>",)), Stream(name="B", subjects=("b.>",))), mode="fenced"
+        )
+        self.sink = JetStreamSink(config)
+
+    def _shuffled(self) -> list[Event]:
+        """Another order with the same order per key: as the table has it when its writers do not serialise."""
+        lanes: dict[bytes | None, deque[Event]] = defaultdict(deque)
+        for event in self.stream:
+            lanes[event.key].append(event)
+        order = []
+        while lanes:
+            key = self.chance.choice(sorted(lanes, key=str))
+            order.append(lanes[key].popleft())
+            if not lanes[key]:
+                del lanes[key]
+        return order
+
+    async def run(self) -> None:
+        for life in range(60):
+            if len(self.done) == len(self.stream):
+                return
+            calm = life > 30  # let it end
+            await self._live(crashes=not calm)
+        raise AssertionError("it does not end")
+
+    async def _live(self, *, crashes: bool) -> None:
+        chance, sink = self.chance, self.sink
+        order = self.stream if not self.reorders or chance.random() < 0.5 else self.table
+        same = self.order is order
+        self.order = order if same else None
+        todo = deque(event for event in order if event.id not in self.done)
+        done, marks = set(self.done), dict(self.marks)
+        window: deque[tuple[Batch, asyncio.Task[Any] | None, set[bytes]]] = deque()
+        up = settled = False
+        shown: set[bytes] = set()
+        while todo or window:
+            if not up:
+                sink.resume(marks if same else {**marks, UNCOUNTABLE: 1}, ORIGIN)
+                self._arrive_late()
+                await sink.open()
+                if self.marks == {}:
+                    self.marks = dict(sink.marks)  # the beginning, saved before anything is published
+                marks = dict(sink.marks)
+                shown = {message.id for messages in self.server.stored.values() for message in messages}
+                up, same, settled = True, True, False
+                self._arrive_late()
+                for index, (batch, task, ids) in enumerate(window):
+                    batch.settled = False
+                    window[index] = (batch, task or asyncio.create_task(_publish(sink, batch)), ids)
+            settled = settled or shown <= done
+            connection: Any = sink._connection
+            what = chance.random()
+            if what < 0.25 and todo and len(window) < 4:
+                events = [todo.popleft() for _ in range(min(len(todo), chance.randint(1, 6)))]
+                batch = Batch(events, LSN(0), settled=settled)
+                window.append((batch, asyncio.create_task(_publish(sink, batch)), {event.id for event in events}))
+            elif what < 0.6:
+                connection.step()
+            elif what < 0.85:
+                connection.deliver()
+            elif what < 0.88 and crashes:
+                connection.listener.on_lost(SinkUnavailable("cut"))
+            elif what < 0.93 and done != self.done:
+                self.done, self.marks, self.order = set(done), dict(marks), order
+            elif what < 0.94 and crashes:
+                for _, task, _ in window:
+                    if task is not None:
+                        task.cancel()
+                await sink.close()
+                self.sink = JetStreamSink(sink._config)
+                return
+            elif what < 0.97 and self.consuming:
+                self._consume()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            up = self._complete(window, done, marks)
+            if not up:
+                await asyncio.gather(*(task for _, task, _ in window if task is not None))
+                for index, (batch, task, ids) in enumerate(window):
+                    failed = task is not None and isinstance(task.result(), TransientError)
+                    window[index] = (batch, None if failed else task, ids)
+                await sink.close()
+        self.done, self.marks, self.order = done, marks, order
+
+    @staticmethod
+    def _complete(window: deque[Any], done: set[bytes], marks: dict[str, int]) -> bool:
+        """Finish what is finished, first-in first-out; False if the sink has failed."""
+        while window and window[0][1] is not None and window[0][1].done():
+            batch, task, ids = window[0]
+            if isinstance(task.result(), TransientError):
+                return False
+            assert task.result() == []
+            done |= ids
+            marks |= batch.marks
+            window.popleft()
+        return not any(
+            task is not None and task.done() and isinstance(task.result(), TransientError) for _, task, _ in window
+        )
+
+    def _arrive_late(self) -> None:
+        late = self.server.late
+        for _ in range(self.chance.randint(0, len(late))):
+            self.server.process(late.pop(0))
+        if self.chance.random() < 0.5:
+            late.clear()
+
+    def _consume(self) -> None:
+        for messages in self.server.stored.values():
+            for message in messages[: self.chance.randint(0, len(messages))]:
+                message.there = self.chance.random() < 0.2
+
+    def stored(self) -> list[bytes]:
+        return [message.id for messages in self.server.stored.values() for message in messages]
+
+    def check(self, *, duplicates: bool = False) -> None:
+        ids = self.stored()
+        assert {event.id for event in self.stream} == set(ids), "nothing is lost"
+        if duplicates:
+            return
+        assert len(ids) == len(set(ids)), "nothing is stored twice"
+        events = {event.id: event for event in self.stream}
+        for messages in self.server.stored.values():
+            order: dict[bytes | None, list[int]] = defaultdict(list)
+            for message in messages:
+                event = events[message.id]
+                order[event.key].append(event.transaction.xid)
+            assert all(numbers == sorted(numbers) for numbers in order.values()), "order per key"
+
+
+async def _publish(sink: JetStreamSink, batch: Batch) -> list[Rejected] | TransientError:
+    try:
+        return list(await sink.publish(batch))
+    except TransientError as exc:
+        return exc
+
+
+@pytest.fixture(autouse=True)
+def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jetstream, "NatsConnection", Connection)
+
+
+def simulate(seed: int, **options: Any) -> World:
+    world = World(random.Random(seed), **options)
+    Connection.server = world.server
+    asyncio.run(world.run())
+    return world
+
+
+_MANY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.guarantee("G4")
+@_MANY
+@given(st.integers(0, 1 << 32), st.booleans(), st.booleans(), st.integers(1, 60))
+def test_each_event_is_stored_once_and_in_order(seed: int, reorders: bool, dedupes: bool, count: int) -> None:
+    """Lives in the order of the stream and of the table, cuts at any frame, lost and late frames, lost answers."""
+    simulate(seed, count=count, consuming=False, reorders=reorders, dedupes=dedupes).check()
+
+
+@pytest.mark.guarantee("G4")
+@_MANY
+@given(st.integers(0, 1 << 32), st.integers(1, 60))
+def test_messages_that_consumers_took_are_counted(seed: int, count: int) -> None:
+    """A work queue: what is gone is known by its place, as long as events come in the same order."""
+    simulate(seed, count=count, consuming=True, reorders=False, dedupes=False).check()
+
+
+@pytest.mark.guarantee("G1")
+@_MANY
+@given(st.integers(0, 1 << 32), st.integers(1, 60))
+def test_nothing_is_lost_where_counting_is_not_possible(seed: int, count: int) -> None:
+    simulate(seed, count=count, consuming=True, reorders=True, dedupes=False).check(duplicates=True)
