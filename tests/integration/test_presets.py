@@ -169,7 +169,7 @@ async def test_a_table_is_served_as_it_stands(
         assert body["payload"]["n"] == 1
     else:
         assert body == {"n": 1}
-        assert set(first.headers) == {"id", "Nats-Msg-Id", "relay-position"}
+        assert set(first.headers) == {"id", "Nats-Expected-Last-Sequence", "Nats-Msg-Id", "relay-position"}
 
 
 async def test_an_adopted_table_survives_the_loss_of_its_slot(
