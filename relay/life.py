@@ -105,6 +105,7 @@ class Life:
         )
         self._begun: set[str] = set()  # destinations whose beginning is saved
         self._opened_before = False
+        self._wal: WalSender | None = None
         self._rerouted = False  # the marks were made with another routing
         self._mappings: Sequence[Mapping] = ()
         self._columns: dict[str, dict[str, str]] = {}  # table → column → type
@@ -155,8 +156,13 @@ class Life:
     async def _prove(self) -> None:
         """Before the sink is opened again: see that nobody took over meanwhile. At first we have just claimed it."""
         if self._opened_before:
-            async with self._clerk() as store:
-                await store.prove()
+            try:
+                async with self._clerk() as store:
+                    await store.prove()
+            except RelayError:
+                if self._wal is not None:
+                    self._wal.close()  # as in _tick
+                raise
 
     @asynccontextmanager
     async def _clerk(self) -> AsyncIterator[CheckpointStore]:
@@ -491,7 +497,7 @@ class Life:
         sample = Sample(checkpoint.snap, checkpoint.snap_lsn)
         decoder: Decoder | None = None
         try:
-            wal = await self._walsender()
+            wal = self._wal = await self._walsender()
             try:
                 decoder, options = await choose_decoder(
                     self._session,
@@ -623,6 +629,15 @@ class Life:
             log.warning("write_back.left", rows=self._write_back.queued, hint="these rows stay as they are")
 
     async def _tick(self, tick: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await self._keep_ticking(tick)
+        except RelayError:
+            # Postgres may be stopping, and waits for our walsender: let go now, however long the rest takes to end.
+            if self._wal is not None:
+                self._wal.close()
+            raise
+
+    async def _keep_ticking(self, tick: Callable[[], Awaitable[None]]) -> None:
         reported = time.monotonic()
         while True:
             await tick()
