@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import nats
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
@@ -133,6 +133,20 @@ def order_per_key(stored: Iterable[Stored]) -> dict[bytes, list[int]]:
     return dict(order)
 
 
+_NO_LEADER = {KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART}
+
+
+def _end_of(consumer: Consumer, spot: TopicPartition, deadline: float) -> int:
+    """Where the partition ends. A partition made a moment ago may not have its leader yet."""
+    while True:
+        try:
+            return int(consumer.get_watermark_offsets(spot, timeout=max(1.0, deadline - time.monotonic()))[1])
+        except KafkaException as exc:
+            if exc.args[0].code() not in _NO_LEADER or time.monotonic() > deadline:
+                raise
+            consumer.poll(0.05)
+
+
 def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Stored]:
     """Everything that is committed in the topic at this moment, partition by partition."""
     options = {"bootstrap.servers": bootstrap, "group.id": "reader", "fetch.wait.max.ms": 10}
@@ -146,7 +160,7 @@ def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Sto
     try:
         for partition in consumer.list_topics(topic, timeout=timeout).topics[topic].partitions:
             spot = TopicPartition(topic, partition, 0)
-            _, end = watcher.get_watermark_offsets(spot, timeout=timeout)
+            end = _end_of(watcher, spot, deadline)
             consumer.assign([spot])
             position = 0
             while position < end:

@@ -213,7 +213,8 @@ async def test_a_zombie_is_refused(nats: Nats, prefix: str) -> None:
 async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, prefix: str) -> None:
     client = await nats_client(nats.url)
     made = events((f"{prefix}.a",), 20)
-    async with opened(configured(nats.url, prefix)) as sink:
+    streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)  # shared mode dedupes by its window
+    async with opened(configured(nats.url, streams=streams)) as sink:
         marks = dict(sink.marks)
         await sink.publish(batch_of(made[:10]))
         await client.jetstream().publish(f"{prefix}.a", b"not of a relay")
@@ -221,7 +222,7 @@ async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, pr
             await sink.publish(batch_of(made[10:]))
         with pytest.raises(SetupError, match="another writer"):
             await sink.open()
-    shared = JetStreamSink(configured(nats.url, prefix, foreign_writer="share"))
+    shared = JetStreamSink(configured(nats.url, streams=streams, foreign_writer="share"))
     shared.resume(marks, ORIGIN)
     with pytest.raises(TransientError, match="shared mode"):
         await shared.open()
