@@ -46,6 +46,10 @@ _USUAL = (
 )
 _CACHED = 10_000
 
+RAW, TEXT, TIME = range(3)  # how a cell enters the body: as it is, as a JSON string, as an RFC 3339 time in quotes
+Pieces = tuple[tuple[bytes, int, int], ...]
+"""A body as data: bytes, then the cell of a place (-1: none), in one of the ways above. For relay/_hot.c."""
+
 
 def envelope(binding: Binding, *, prefixed: bool) -> Body:
     """`prefixed`: ids carry the table's name, so they are text whatever the column's type."""
@@ -78,7 +82,13 @@ def envelope(binding: Binding, *, prefixed: bool) -> Body:
     def usual(event_id: bytes, row: Row) -> bytes:
         """The same for the table that `relay setup` makes: one expression, at half the cost."""
         seq, created_at, payload = row[SEQ], row[CREATED_AT], row[PAYLOAD]
-        if seq is None or payload is None or created_at is None or created_at[-3:] != b"+00" or created_at[10] != 32:
+        if (
+            seq is None
+            or payload is None
+            or created_at is None
+            or created_at[10:11] != b" "
+            or created_at[-3:] != b"+00"
+        ):
             return body(event_id, row)
         return _USUAL % (
             event_id,
@@ -92,6 +102,30 @@ def envelope(binding: Binding, *, prefixed: bool) -> Body:
         )
 
     return usual
+
+
+def pieces(binding: Binding, format_: str, *, prefixed: bool) -> Pieces | None:
+    """The usual body as data; None where it takes more than that."""
+    types = binding.types
+    if types[PAYLOAD] not in (JSON, JSONB):
+        return None
+    if format_ != "envelope":
+        return ((b"", PAYLOAD, RAW),)
+    if prefixed or types[ID] != UUID or types[SEQ] not in NUMBERS or types[CREATED_AT] != TIMESTAMPTZ:
+        return None
+    texts = (EVENT_TYPE, AGGREGATE_TYPE, AGGREGATE_ID)
+    if any(quoter(types[place]) is not _text for place in texts):
+        return None
+    return (
+        (b'{"event_id":"', ID, RAW),
+        (b'","event_type":', EVENT_TYPE, TEXT),
+        (b',"aggregate_type":', AGGREGATE_TYPE, TEXT),
+        (b',"aggregate_id":', AGGREGATE_ID, TEXT),
+        (b',"seq":', SEQ, RAW),
+        (b',"occurred_at":', CREATED_AT, TIME),
+        (b',"payload":', PAYLOAD, RAW),
+        (b"}", -1, RAW),
+    )
 
 
 def bare(binding: Binding) -> Body:

@@ -24,12 +24,13 @@ class Transaction(NamedTuple):
 class HeaderNames:
     """The header names of many events: made once, shared by all events that have the same ones."""
 
-    __slots__ = ("block", "names")
+    __slots__ = ("block", "names", "prefixes")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.block = "".join(f"{name.replace('%', '%%')}: %b\r\n" for name in names).encode()
         """`block % values` renders the headers line by line, as NATS and HTTP want them."""
+        self.prefixes = tuple(f"{name}: ".encode() for name in names)  # of these lines
 
     @staticmethod
     @lru_cache(maxsize=1024)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import orjson
 
-from relay.body import Body, bare, content_type, envelope, rfc3339
+from relay.body import Body, Pieces, bare, content_type, envelope, pieces, rfc3339
 from relay.config import Routing
 from relay.errors import ConfigError
 from relay.event import Event, HeaderNames, Transaction
@@ -50,6 +50,24 @@ Values = Callable[[bytes, Row, bytes], tuple[Cell, ...]]
 """event id, row, position → values of the relay's own headers, None where the row has none."""
 
 
+EVENT_ID, POSITION = -1, -2  # in a recipe, among the places of header values
+
+
+class Recipe(NamedTuple):
+    """What `Router.event` does, as data, where the table and the routing are usual ones. For relay/_hot.c."""
+
+    id: int
+    row_headers: int  # only rows that have none are usual
+    key: int
+    otherwise: int  # the key where that cell is NULL or empty
+    names: HeaderNames
+    table: str
+    topics: dict[Any, str]  # topics that are known, by the cell, or the cells, at:
+    topic_places: tuple[int, ...]
+    values: tuple[bytes | int, ...]
+    body: Pieces
+
+
 class Unroutable(Exception):
     """This row can never become an event; says why."""
 
@@ -61,13 +79,13 @@ class Router:
         """`sink` is `sink.kind`: the brokers' bindings of CloudEvents name the attributes differently."""
         mapping = binding.mapping
         self._table = mapping.table
-        self._topic = _topic(routing, self._table)
+        self._topic, self._topics, self._topic_places = _topic(routing, self._table)
         self._key = _fields(routing.key, self._table)
         self._copies = binding.copies
         self._id_prefix = f"{self._table}:".encode() if mapping.several and binding.types[ID] != UUID else b""
         prefixed = bool(self._id_prefix)
         self._body = envelope(binding, prefixed=prefixed) if routing.format == "envelope" else bare(binding)
-        names, self._values = _own_headers(routing, binding, sink)
+        names, self._values, places = _own_headers(routing, binding, sink)
         self._own = HeaderNames.of(names)
         self._taken = frozenset(name.lower() for name in names)
         if content_type(binding, routing.format) != b"application/json":
@@ -78,6 +96,29 @@ class Router:
                 reason = f"{self._table}: routing.schemas needs a JSON payload, and {mapping.columns[PAYLOAD]} is bytea"
                 raise ConfigError([reason], hint="leave routing.schemas out, for this table in [outbox.routing]")
             self._body = _valid(load_schemas(routing.schemas), self._body)
+        self.recipe = self._recipe(routing, binding, places)
+
+    def _recipe(self, routing: Routing, binding: Binding, values: tuple[bytes | int, ...] | None) -> Recipe | None:
+        source = {place: at for at, place in binding.copies}  # where a shared column's cell really is
+        key = _TEMPLATE.fullmatch(routing.key)
+        body = pieces(binding, routing.format, prefixed=bool(self._id_prefix))
+        if self._id_prefix or self._extra_names or routing.schemas or values is None or body is None:
+            return None
+        if key is None or key[1] == "table" or not self._topic_places:
+            return None
+        otherwise = FIELDS.index(key[1])
+        return Recipe(
+            id=source.get(ID, ID),
+            row_headers=source.get(HEADERS, HEADERS),
+            key=source.get(PARTITION_KEY, PARTITION_KEY),
+            otherwise=source.get(otherwise, otherwise),
+            names=self._own,
+            table=self._table,
+            topics=self._topics,
+            topic_places=tuple(source.get(place, place) for place in self._topic_places),
+            values=tuple(source.get(value, value) if isinstance(value, int) else value for value in values),
+            body=tuple((text, source.get(place, place), kind) for text, place, kind in body),
+        )
 
     def event(self, row: list[Cell], transaction: Transaction, ordinal: int) -> Event:
         """The event of a row; raises Unroutable."""
@@ -146,8 +187,10 @@ def _valid(schemas: Mapping[bytes, Check], body: Body) -> Body:
     return checked
 
 
-def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[str, ...], Values]:
-    """Names and values of the headers that describe the event."""
+def _own_headers(
+    routing: Routing, binding: Binding, sink: str
+) -> tuple[tuple[str, ...], Values, tuple[bytes | int, ...] | None]:
+    """Names and values of the headers that describe the event; the values also as a recipe has them, if it can."""
     described = content_type(binding, routing.format)
     constants = {"content-type": described}
     places = {name: _PARTS.get(name) for name in routing.headers}
@@ -170,16 +213,18 @@ def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[s
     names = (*places, "relay-position")
     # (constant or None for the id, or place in the row) of each header, in order
     steps = [(constants.get(name), place) for name, place in places.items()]
+    fixed = [constant or (EVENT_ID if place is None else place) for constant, place in steps]
+    recipe = (*fixed, POSITION)
     if routing.format != "cloudevents" and tuple(places) == ("id", *_PARTS, "content-type"):
 
         def usual(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
             event_type, aggregate_type = row[EVENT_TYPE], row[AGGREGATE_TYPE]
             return event_id, event_type, aggregate_type, row[AGGREGATE_ID], row[SEQ], described, position
 
-        return names, usual
+        return names, usual, recipe
     if routing.format == "cloudevents":
         attributes = frozenset(at for at, name in enumerate(places) if name.startswith("ce"))
-        return names, _cloudevent(steps, attributes, encoded=sink == "jetstream")
+        return names, _cloudevent(steps, attributes, encoded=sink == "jetstream"), None
 
     def values(event_id: bytes, row: Row, position: bytes) -> tuple[Cell, ...]:
         found: list[Cell] = []
@@ -190,7 +235,7 @@ def _own_headers(routing: Routing, binding: Binding, sink: str) -> tuple[tuple[s
             found.append(value)
         return (*found, position)
 
-    return names, values
+    return names, values, recipe
 
 
 def _cloudevent(
@@ -261,8 +306,11 @@ def _fields(template: str, table: str) -> Callable[[Row], bytes | None]:
     return render
 
 
-def _topic(routing: Routing, table: str) -> Callable[[Row], str]:
-    """The row's topic. Rows with the same routing fields share one string: topics are few, rows are many."""
+def _topic(routing: Routing, table: str) -> tuple[Callable[[Row], str], dict[Any, str], tuple[int, ...]]:
+    """The row's topic. Rows with the same routing fields share one string: topics are few, rows are many.
+
+    Also what is known of topics, and the places of the cells that it is known by.
+    """
     wanted, fallback = _fields(routing.topic, table), _fields(routing.fallback_topic, table)
     names = _TEMPLATE.findall(routing.topic + routing.fallback_topic)
     places = sorted({FIELDS.index(name) for name in names if name != "table"})
@@ -284,4 +332,4 @@ def _topic(routing: Routing, table: str) -> Callable[[Row], str]:
             found = known[cells] = rendered.decode()
         return found
 
-    return topic
+    return topic, known, tuple(places)

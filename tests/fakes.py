@@ -174,13 +174,14 @@ class ScriptedWalSender(WalSender):
         self._arrived = False
         self.statuses: list[Status] = []
 
-    def pump(self) -> None:
+    def take(self, max_messages: int, max_bytes: int) -> tuple[list[bytes], int]:
         if self._arrived:
             self._arrived = False
             self._inbox.extend(self._chunks.popleft())
-
-    def receive(self) -> bytes | None:
-        return self._inbox.popleft() if self._inbox else None
+        messages: list[bytes] = []
+        while self._inbox and len(messages) < max_messages and sum(map(len, messages)) < max_bytes:
+            messages.append(self._inbox.popleft())
+        return messages, sum(map(len, messages))
 
     async def readable(self, timeout: float) -> bool:
         if not self._chunks and not self._silent:

@@ -61,6 +61,12 @@ class Chain:
         self.digits += 1
         self.limit *= 10
 
+    def advance(self, count: int) -> None:
+        """So many events were sent at once."""
+        self.sent += count
+        while self.sent >= self.limit:
+            self.grow()
+
     def skips(self, held: dict[bytes, Chain]) -> bool:
         """Whether the next event is the message of the next place, which is gone. For events in the same order only."""
         self._advance(held)

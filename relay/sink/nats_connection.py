@@ -40,7 +40,9 @@ logging.getLogger("nats.aio.client").addFilter(
     lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
 )
 
-Frame = tuple[bytes, ...]  # one HPUB in pieces: they are copied once, when everything that is to be written is joined
+# One HPUB in pieces: they are copied once, when everything that is to be written is joined. Or, where the connection
+# `joins`, many in one piece.
+Frame = tuple[bytes, ...]
 
 _DENIED = "permissions violation for "
 _AUTH_WORDS = ("authorization violation", "authentication", "expired", "revoked", "nkey", "jwt")
@@ -164,10 +166,17 @@ class NatsConnection:
         """From now on somebody else is told what arrives."""
         self._listener = listener
 
+    @property
+    def joins(self) -> bool:
+        """Whether frames are written as they are; else each is taken apart for nats-py."""
+        return self._wire is not None
+
     def send(self, frames: list[Frame]) -> None:
         """Write whole frames, in order. Never waits: what the socket does not take yet is bounded by the window."""
         if self._wire is not None:
-            self._wire.write(b"".join(chain.from_iterable(frames)))
+            self._wire.write(
+                frames[0][0] if len(frames) == len(frames[0]) == 1 else b"".join(chain.from_iterable(frames))
+            )
             return
         self._outbox.extend(frames)
         if self._publisher is None:

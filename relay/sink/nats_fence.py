@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from relay.errors import RelayError, SetupError, SinkUnavailable
 from relay.event import Event, HeaderNames, Rejected
+from relay.hot import frames as quick_frames
 from relay.sink import UNCOUNTABLE, nats_acks, subjects
 from relay.sink.nats_acks import REJECTED, Ack
 from relay.sink.nats_chain import Chain
@@ -115,23 +116,60 @@ class FencedWindow(Window):
             return
         token = b"%d" % self._next
         self._next += 1
-        frames = self._frames(flight, range(len(flight.batch.events)), token)
-        flight.remaining = len(frames)
+        reply = b"%b.%b " % (self._connection.inbox, token)
+        quick, done = self._quick_frames(flight.batch.events, reply)
+        frames = self._frames(flight, range(done, len(flight.batch.events)), reply)
+        flight.remaining = done + len(frames)
         flight.marks = self._marks()
-        if frames:
+        if flight.remaining:
             self._waiting[token] = flight
-            self._connection.send(frames)
+            self._connection.send(quick + frames)
         else:
             self._finish(flight)
 
-    def _frames(self, flight: Flight, places: Iterable[int], token: bytes) -> list[Frame]:
-        """Frames of the events that are to be stored, chained."""
+    @property
+    def _special(self) -> bool:
+        """Whether events must be looked at one by one: some are stored already, or may not be sent."""
+        return bool(self._blocked or self._met or any(chain.counting for chain in self._chains.values()))
+
+    def _quick_frames(self, events: list[Event], reply: bytes) -> tuple[list[Frame], int]:
+        """Frames of the leading events that are usual ones, and how many these are."""
+        frames: list[Frame] = []
+        at = 0
+        if quick_frames is None or not self._connection.joins or self._special:
+            return frames, at
+        while at < len(events):
+            event, before = events[at], at
+            way, names = self._ways[event.topic], event.header_names
+            if way is None or self._template(names)[0] is None:
+                break
+            chain = way[1]
+            at, blob = quick_frames(
+                events,
+                at,
+                names,
+                names.prefixes,
+                self._ways,
+                chain,
+                chain.sent,
+                reply,
+                self._with_ids,
+                MAX_HEADER_BYTES,
+                self._connection.max_payload,
+            )
+            if at == before:
+                break
+            chain.advance(at - before)
+            frames.append((blob,))
+        return frames, at
+
+    def _frames(self, flight: Flight, places: Iterable[int], reply: bytes) -> list[Frame]:
+        """Frames of the events that are to be stored, chained. The reference for the quick ones."""
         events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
         with_ids, max_payload = self._with_ids, self._connection.max_payload
-        special = bool(blocked or met or any(chain.counting for chain in self._chains.values()))
+        special = self._special
         frames: list[Frame] = []
         append, join = frames.append, b"".join
-        reply = b"%b.%b " % (self._connection.inbox, token)
         last: HeaderNames | None = None
         template: bytes | None = None
         fixed = 0
@@ -280,7 +318,7 @@ class FencedWindow(Window):
         while self._singles:
             self._single = self._singles.popleft()
             token = b"%d" % self._next
-            frames = self._frames(flight, (self._single,), token)
+            frames = self._frames(flight, (self._single,), b"%b.%b " % (self._connection.inbox, token))
             if frames:
                 self._next += 1
                 self._waiting[token] = flight

@@ -44,7 +44,7 @@ class Decoder(ABC):
         self._ordinal = 0
 
     @abstractmethod
-    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+    def decode(self, messages: list[bytes], rejected: list[Rejected]) -> list[Event]:
         """The events of these messages, in order; rows that can never be events go to `rejected`."""
 
     def _begin(self, commit_lsn: int, xid: int, committed_at: float) -> Transaction:

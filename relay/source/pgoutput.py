@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from relay.errors import ProtocolError
 from relay.event import Event, Rejected
+from relay.hot import Reader, reader
 from relay.routing import Router, Unroutable
 from relay.source.decoder import HEADER, XLOGDATA, Decoder
 
@@ -119,7 +120,7 @@ class PgoutputDecoder(Decoder):
 
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
-        self._relations: dict[int, tuple[Router, tuple[int, ...], int] | None] = {}
+        self._relations: dict[int, tuple[Router, tuple[int, ...], int, Reader | None] | None] = {}
 
     @staticmethod
     def options(publication: str) -> dict[str, str]:
@@ -127,18 +128,20 @@ class PgoutputDecoder(Decoder):
         quoted = publication.replace('"', '""')
         return {"proto_version": "1", "publication_names": f'"{quoted}"'}
 
-    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+    def decode(self, messages: list[bytes], rejected: list[Rejected]) -> list[Event]:
         try:
             return self._decode(messages, rejected)
         except (IndexError, UnicodeDecodeError) as exc:
             raise ProtocolError(f"pgoutput message is truncated or is not UTF-8: {exc}") from exc
 
-    def _decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+    def _decode(self, messages: list[bytes], rejected: list[Rejected]) -> list[Event]:
         events: list[Event] = []
-        add = events.append
         relations = self._relations
         transaction, ordinal = self._transaction, self._ordinal
-        for data in messages:
+        at, end = 0, len(messages)
+        while at < end:
+            data = messages[at]
+            at += 1
             if data[0] != XLOGDATA:
                 self._other(data)
                 continue
@@ -154,13 +157,20 @@ class PgoutputDecoder(Decoder):
                     raise ProtocolError("pgoutput Insert outside of a transaction")
                 if self._skipping:
                     self.skipped += 1
-                else:
-                    router, slots, width = reading
-                    row = decode_insert(data, HEADER, slots, width)
-                    try:
-                        add(router.event(row, transaction, ordinal))
-                    except Unroutable as exc:
-                        rejected.append(Rejected(router.rejected(row, transaction, ordinal), str(exc)))
+                    ordinal += 1
+                    continue
+                router, slots, width, quick = reading
+                if quick is not None:
+                    stopped = quick.read(messages, at - 1, transaction, transaction.stamp, ordinal, events)
+                    ordinal += stopped - at + 1
+                    if stopped >= at:
+                        at = stopped
+                        continue
+                row = decode_insert(data, HEADER, slots, width)
+                try:
+                    events.append(router.event(row, transaction, ordinal))
+                except Unroutable as exc:
+                    rejected.append(Rejected(router.rejected(row, transaction, ordinal), str(exc)))
                 ordinal += 1
             elif kind == BEGIN:
                 begin = decode_begin(data, HEADER)
@@ -177,7 +187,12 @@ class PgoutputDecoder(Decoder):
 
     def _announce(self, relation: Relation) -> None:
         bound = self._bind(f"{relation.schema}.{relation.table}", relation.columns)
-        self._relations[relation.oid] = None if bound is None else (bound[0], bound[1].slots, bound[1].width)
+        if bound is None:
+            self._relations[relation.oid] = None
+            return
+        router, binding = bound
+        quick = reader(relation.oid, binding, router.recipe)
+        self._relations[relation.oid] = (router, binding.slots, binding.width, quick)
 
 
 def _text(data: bytes, start: int) -> tuple[str, int]:

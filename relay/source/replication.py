@@ -85,29 +85,37 @@ class WalSender:
             raise SourceUnavailable("Postgres did not start the stream")
         self._pgconn.nonblocking = 1
 
-    def pump(self) -> None:
-        """Take what the socket has, without waiting."""
+    def take(self, max_messages: int, max_bytes: int) -> tuple[list[bytes], int]:
+        """The CopyData messages that are there now, at most so many, and their size; never waits."""
+        get, consume = self._pgconn.get_copy_data, self._pgconn.consume_input
+        messages: list[bytes] = []
+        add = messages.append
+        total, pumped = 0, False
         try:
-            self._pgconn.consume_input()
-        except psycopg.Error as exc:
-            raise translate(exc) from exc
-
-    def receive(self) -> bytes | None:
-        """The next CopyData that `pump` has taken in; None when there is none."""
-        try:
-            size, data = self._pgconn.get_copy_data(1)
+            while len(messages) < max_messages and total < max_bytes:
+                size, data = get(1)
+                if size > 0:
+                    add(bytes(data))  # it is bytes already where psycopg is compiled
+                    total += size
+                    pumped = False
+                elif size < 0:
+                    raise self._fault or self._end()
+                elif pumped:
+                    break
+                else:
+                    consume()
+                    pumped = True
         except psycopg.Error as exc:
             raise translate(exc) from exc
         if self._fault is not None:
             raise self._fault  # before the data: a keepalive behind it would pass rows that were skipped
-        if size > 0:
-            return bytes(data)
-        if size == 0:
-            return None
+        return messages, total
+
+    def _end(self) -> RelayError:
         result = self._pgconn.get_result()
         if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
-            raise translate(error_from_result(result))
-        raise SourceUnavailable("Postgres ended the stream: it is shutting down, or the slot was dropped")
+            return translate(error_from_result(result))
+        return SourceUnavailable("Postgres ended the stream: it is shutting down, or the slot was dropped")
 
     async def readable(self, timeout: float) -> bool:
         """Wait until the socket has something; False after `timeout` seconds."""

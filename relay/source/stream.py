@@ -39,7 +39,7 @@ class StreamSource:
         """Batches in commit order, until the session fails."""
         wal, decoder, progress = self._wal, self._decoder, self._progress
         while True:
-            messages = self._take()
+            messages, size = wal.take(self._max_messages, _MAX_BYTES)
             if not messages:
                 if not await wal.readable(self._silence):
                     raise SourceUnavailable(
@@ -58,7 +58,7 @@ class StreamSource:
             if decoder.reply_due:
                 decoder.reply_due = False
                 wal.send_status(decoder.end, self._confirmed, reply=False)
-            yield Batch(events, decoder.end, sum(map(len, messages)), now, rejected, transactions)
+            yield Batch(events, decoder.end, size, now, rejected, transactions)
             await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
 
     async def confirm(self, lsn: LSN) -> None:
@@ -71,22 +71,3 @@ class StreamSource:
         while True:
             self._wal.send_status(self._decoder.end, self._confirmed, reply=True)
             await asyncio.sleep(min(10.0, self._silence / 3))
-
-    def _take(self) -> list[bytes]:
-        """What is there now, at most a batch."""
-        receive, pump, limit = self._wal.receive, self._wal.pump, self._max_messages
-        messages: list[bytes] = []
-        add = messages.append
-        size, pumped = 0, False
-        while len(messages) < limit and size < _MAX_BYTES:
-            data = receive()
-            if data is not None:
-                add(data)
-                size += len(data)
-                pumped = False
-            elif pumped:
-                break
-            else:
-                pump()
-                pumped = True
-        return messages

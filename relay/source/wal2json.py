@@ -9,7 +9,7 @@ What wal2json itself does not say cannot be published: it sends NaN and infiniti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ class Wal2jsonDecoder(Decoder):
             "add-tables": ",".join(names),
         }
 
-    def decode(self, messages: Sequence[bytes], rejected: list[Rejected]) -> list[Event]:
+    def decode(self, messages: list[bytes], rejected: list[Rejected]) -> list[Event]:
         events: list[Event] = []
         try:
             for data in messages:

@@ -93,11 +93,18 @@ class Connection:
     async def open(self, listener: Any, known: list[str]) -> None:
         self.listener = listener
 
+    joins = True
+
     def listen(self, listener: Any) -> None:
         self.listener = listener
 
     def send(self, frames: list[Frame]) -> None:
-        self.out.extend(b"".join(frame) for frame in frames)
+        data = b"".join(b"".join(frame) for frame in frames)
+        while head := _HPUB.match(data):
+            end = head.end() + int(head[4]) + 2
+            self.out.append(data[:end])
+            data = data[end:]
+        assert not data
 
     async def request(self, subject: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         name = subject.rpartition(".")[2]

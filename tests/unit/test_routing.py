@@ -285,8 +285,7 @@ def test_cached_topics_are_those_of_a_fresh_router(rows: list[tuple[bytes | None
 
 @pytest.mark.guarantee("G8")
 def test_caches_are_bounded() -> None:
-    topic = _topic(Routing(topic="{aggregate_id}"), "public.o")
-    (known,) = [cell.cell_contents for cell in topic.__closure__ or () if isinstance(cell.cell_contents, dict)]
+    topic, known, _ = _topic(Routing(topic="{aggregate_id}"), "public.o")
     quote = _cached(lambda cell: cell or b"")
     (quoted,) = [cell.cell_contents for cell in quote.__closure__ or () if isinstance(cell.cell_contents, dict)]
     for number in range(25_000):

@@ -63,7 +63,7 @@ def decoder(catalogue: Catalogue = NOTHING, skip: Sample | None = None, **outbox
 
 def decode(reader: Wal2jsonDecoder, *messages: bytes) -> list[Event]:
     rejected: list[Rejected] = []
-    events = reader.decode(messages, rejected)
+    events = reader.decode([*messages], rejected)
     assert not rejected
     return events
 

@@ -1,0 +1,52 @@
+"""The hot path in C, where it was built: `reader` and `frames` are None elsewhere, and Python does it all.
+
+Python is the reference; see _hot.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from relay.event import Event, Transaction
+from relay.outbox import Binding
+from relay.routing import Recipe
+
+_native: Any
+try:
+    from relay import _hot as _native  # type: ignore[attr-defined,no-redef,unused-ignore]  # not built everywhere
+except ImportError:
+    _native = None
+
+NATIVE = _native is not None
+
+Frames = Callable[..., tuple[int, bytes]]
+frames: Frames | None = _native.frames if NATIVE else None
+"""Chained frames for JetStream; its docstring says how it is called."""
+
+
+class Reader(Protocol):
+    """Makes the events of one relation's Inserts."""
+
+    def read(
+        self,
+        messages: Sequence[bytes],
+        at: int,
+        transaction: Transaction,
+        stamp: bytes,
+        ordinal: int,
+        events: list[Event],
+        /,
+    ) -> int:
+        """Append the events of the messages from `at` on; returns where it stopped, in front of an unusual one."""
+
+
+def reader(oid: int, binding: Binding, recipe: Recipe | None) -> Reader | None:
+    """For the relation `oid`; None where the table is not a usual one, or there is no C."""
+    if _native is None or recipe is None:
+        return None
+    try:
+        made: Reader = _native.Reader(Event, oid, binding.slots, binding.width, *recipe)
+    except ValueError:  # wider than it can take
+        return None
+    return made

@@ -1,0 +1,226 @@
+"""The hot path in C against the Python reference: the same events, the same frames, whatever the rows look like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from relay import hot
+from relay.config import Outbox, Routing
+from relay.errors import ProtocolError
+from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
+from relay.lsn import LSN
+from relay.outbox import Binding, Mapping
+from relay.routing import Router
+from relay.sink import nats_fence
+from relay.sink.nats_chain import Chain
+from relay.source import pgoutput
+from tests.fakes import begin, commit, insert, relation, xlog_data
+
+OID = 16385
+COLUMNS = [
+    ("seq", 20),
+    ("id", 2950),
+    ("aggregate_type", 25),
+    ("aggregate_id", 25),
+    ("event_type", 25),
+    ("topic", 25),
+    ("partition_key", 25),
+    ("note", 25),  # not ours
+    ("payload", 3802),
+    ("headers", 3802),
+    ("created_at", 1184),
+]
+NOTHING = [None] * len(COLUMNS)
+USUAL = [
+    *(b"7", b"0192-id", b"order", b"k1", b"order.made", None, None, b"?", b'{"a":1}', None),
+    b"2026-11-16 04:13:30.12+00",
+]
+pytestmark = pytest.mark.skipif(not hot.NATIVE, reason="the C part was not built: there is no C compiler")
+
+texts = (
+    st.none()
+    | st.sampled_from([b"", b"order", b"\xc3\xa9", b"\xff", b'a"b', b"back\\slash", b"tab\t"])
+    | st.binary(max_size=9)
+)
+cells = st.builds(
+    lambda *values: list(values),
+    st.none() | st.integers(-5, 1 << 63).map(lambda n: b"%d" % n),
+    st.none() | st.uuids().map(lambda u: str(u).encode()) | st.just(b""),
+    *[texts] * 6,
+    st.none() | st.sampled_from([b"{}", b'{"n": 12345678901234567890}', b"null", b"[1]"]),
+    st.none() | st.sampled_from([b"null", b"{}", b'{"trace": "x"}', b"[]"]),
+    st.none()
+    | st.sampled_from([USUAL[-1], b"infinity", b"2026-11-16 04:13:30.12+01", b"0044-03-15 12:00:00+00 BC", b"+00"]),
+)
+routings = st.sampled_from(
+    [
+        Routing(),
+        Routing(topic="shop.{aggregate_type}", key="{id}"),
+        Routing(topic="{topic}.{event_type}", fallback_topic="{aggregate_type}"),
+        Routing(format="payload"),
+        Routing(key="{aggregate_type}-{aggregate_id}"),
+        Routing(headers=("id", "type")),
+    ]
+)
+
+
+def mapping(columns: dict[str, str] | None = None) -> Mapping:
+    outbox = Outbox.model_validate({"table": "public.outbox_events", "columns": columns or {}})
+    return Mapping.of(outbox, 0, several=False)
+
+
+def decode(messages: list[bytes], routing: Routing, table: Mapping, *, native: bool) -> tuple[list[Any], list[Any]]:
+    made = []
+
+    def bind(_: str, columns: Sequence[tuple[str, int]]) -> tuple[Router, Binding]:
+        binding = table.bind(columns)
+        made.append(router := Router(routing, binding))
+        if not native:
+            router.recipe = None
+        return router, binding
+
+    decoder = pgoutput.PgoutputDecoder(start=LSN(0), skip=None, bind=bind, stamp=b"r:")
+    rejected: list[Rejected] = []
+    return decoder.decode(messages, rejected), rejected
+
+
+def stream(rows: Sequence[list[bytes | None]]) -> list[bytes]:
+    head = [xlog_data(relation(OID, "public", "outbox_events", COLUMNS)), xlog_data(begin(100, 700))]
+    return [*head, *(xlog_data(insert(OID, row)) for row in rows), xlog_data(commit(100, 108))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=st.lists(cells | st.just(USUAL), max_size=8), routing=routings, shared=st.booleans())
+@example(rows=[USUAL, USUAL, NOTHING, USUAL], routing=Routing(), shared=False)
+def test_the_same_events(rows: list[list[bytes | None]], routing: Routing, shared: bool) -> None:
+    table = mapping({"partition_key": "aggregate_id"} if shared else None)
+    native, reference = (decode(stream(rows), routing, table, native=is_native) for is_native in (True, False))
+    assert native == reference
+    for event in native[0]:
+        assert type(event) is Event
+        assert event.header_names is HeaderNames.of(event.header_names.names)
+
+
+def test_usual_rows_are_read_in_c_and_not_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the comparison above would compare Python with Python."""
+    decode([*stream([USUAL])], Routing(), mapping(), native=True)
+    slow: list[Any] = []
+    whole = pgoutput.decode_insert
+
+    def counted(*args: Any) -> Any:
+        slow.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(pgoutput, "decode_insert", counted)
+    events, _ = decode(stream([USUAL] * 50), Routing(), mapping(), native=True)
+    assert len(events) == 50
+    assert len(slow) == 1  # the first row: its topic was not known
+
+
+@settings(max_examples=300, deadline=None)
+@given(row=cells | st.just(USUAL), data=st.data())
+def test_what_is_corrupt_is_refused_alike(row: list[bytes | None], data: st.DataObject) -> None:
+    messages = stream([USUAL, USUAL, row])
+    whole = messages[-2]
+    cut = data.draw(st.integers(1, len(whole) - 26))
+    place, value = data.draw(st.integers(26, len(whole) - 1)), data.draw(st.integers(0, 255))
+    for broken in (whole[:-cut], whole + b"x", whole[:place] + bytes([value]) + whole[place + 1 :]):
+        outcomes = []
+        for native in (True, False):
+            try:
+                outcomes.append(decode([*messages[:-2], broken, messages[-1]], Routing(), mapping(), native=native))
+            except ProtocolError as exc:
+                outcomes.append(str(exc))  # type: ignore[arg-type]
+        assert outcomes[0] == outcomes[1]
+
+
+def test_bad_arguments_are_refused() -> None:
+    recipe = Router(Routing(), mapping().bind(COLUMNS)).recipe
+    assert recipe is not None
+    binding = mapping().bind(COLUMNS)
+    reader = hot.reader(OID, binding, recipe)
+    assert reader is not None
+    bad: list[tuple[Any, ...]] = [(), ([], "0", 0, b"", 0, []), ([], 0, 0, "", 0, []), ((), 0, 0, b"", 0, [])]
+    for arguments in bad:
+        with pytest.raises(TypeError):
+            reader.read(*arguments)
+    assert hot.reader(OID, binding, recipe._replace(id=99)) is None
+    assert hot.reader(OID, binding, recipe._replace(topic_places=(99,))) is None
+    assert hot.reader(OID, binding, recipe._replace(values=(99,))) is None
+    assert hot.reader(OID, binding, recipe._replace(body=((b"", 99, 0),))) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- frames
+
+
+class Wire:
+    """A connection that keeps what is written."""
+
+    joins = True
+    inbox = b"_INBOX.x"
+    max_payload = 3000
+
+    def __init__(self) -> None:
+        self.out = b""
+
+    def send(self, frames: list[tuple[bytes, ...]]) -> None:
+        self.out += b"".join(b"".join(frame) for frame in frames)
+
+    def abort(self) -> None:
+        self.out = b"aborted"
+
+
+NAMES = [
+    HeaderNames.of(("id", "type")),
+    HeaderNames.of(("id", "type", "x-trace")),
+    HeaderNames.of(("bad name", "type")),
+]
+values = st.binary(max_size=6) | st.sampled_from([b"a\nb", b"\0", b"v" * 2900])
+events = st.builds(
+    lambda number, topic, names, value, body: Event(
+        b"id-%d" % number,
+        topic,
+        None,
+        names,
+        (b"id-%d" % number, value, b"t")[: len(names.names)],
+        body,
+        "public.o",
+        Transaction(1, 2, 3.0, b""),
+        0,
+    ),
+    st.integers(0, 999),
+    st.sampled_from(["a.x", "a.y", "b.x", "no subject"]),
+    st.sampled_from(NAMES),
+    values,
+    st.none() | st.binary(max_size=40) | st.just(b"b" * 2990),
+)
+
+
+async def published(made: list[Event], sent: int, *, with_ids: bool) -> tuple[bytes, Any, Any]:
+    wire = Wire()
+    homes = {name: type("Home", (), {"name": name}) for name in "ab"}
+    window = nats_fence.FencedWindow(wire, lambda topic: homes[topic[0]], ack_timeout=9, careful=False)  # type: ignore[arg-type,return-value]
+    window.begin([Chain("a", sent, []), Chain("b", 5, [])], with_ids=with_ids, uncountable=False)
+    flight = window.submit(Batch(made, LSN(1)))
+    left = (flight.rejected, flight.remaining, {name: chain.sent for name, chain in window._chains.items()})
+    out = wire.out
+    if not flight.future.done():
+        flight.future.cancel()
+    if window._timer is not None:
+        window._timer.cancel()
+    return out, left, flight.marks
+
+
+@settings(max_examples=300, deadline=None)
+@given(made=st.lists(events, max_size=8), sent=st.sampled_from([0, 7, 97, 99, 999_998]), with_ids=st.booleans())
+def test_the_same_frames(made: list[Event], sent: int, with_ids: bool) -> None:
+    native = asyncio.run(published(made, sent, with_ids=with_ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nats_fence, "quick_frames", None)
+        assert asyncio.run(published(made, sent, with_ids=with_ids)) == native
