@@ -106,7 +106,8 @@ class JetStreamSink:
     async def _read_chains(self, connection: NatsConnection, window: FencedWindow) -> None:
         """What every stream holds beyond the checkpoint's mark; a stream seen for the first time begins here."""
         streams, marks, config = self._streams, self._marks, self._config
-        countable = not marks.get(UNCOUNTABLE) and not self._gaps
+        begun = any(stream.name in marks for stream in streams.known)  # else nothing of ours can be beyond a mark
+        countable = not begun or (not marks.get(UNCOUNTABLE) and not self._gaps)
         chains = []
         for stream in streams.known:
             mark = marks.get(stream.name)
