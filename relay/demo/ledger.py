@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from math import ceil, floor, log
 from typing import NamedTuple
 
+from relay.inbox import MemoryInbox
+
 STEPS = ("placed", "paid", "shipped")  # of an order, in this order
 
-_REMEMBERED = 200_000  # ids: a relay that was killed repeats about one checkpoint interval
 _RECENT = 2_000  # latencies, for the view
 _GRAIN = log(1.02)  # latencies of the whole run are kept to 2 %
 _SHORTEST = 1e-5
@@ -77,7 +78,7 @@ class Ledger:
     last: deque[Delivered] = field(default_factory=lambda: deque(maxlen=50))
     last_arrival: float = 0.0  # monotonic
     _owed: dict[str, float] = field(default_factory=dict)  # id → when its COMMIT was sent
-    _seen: dict[str, None] = field(default_factory=dict)  # in order of arrival
+    _inbox: MemoryInbox = field(default_factory=MemoryInbox)  # as any consumer would, to process each event once
     _next_step: dict[str, int] = field(default_factory=dict)  # of orders that are under way
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _all: Counter[int] = field(default_factory=Counter)
@@ -99,17 +100,14 @@ class Ledger:
 
     def arrived(self, arrival: Arrival) -> None:
         self.last_arrival = arrival.at
+        if not self._inbox.is_new(arrival.id):
+            self.duplicates += 1
+            return
         sent = self._owed.pop(arrival.id, None)
         if sent is None:
-            if arrival.id in self._seen:
-                self.duplicates += 1
-            else:
-                self.uncommitted_delivered += 1
+            self.uncommitted_delivered += 1
             return
         self.delivered += 1
-        self._seen[arrival.id] = None
-        if len(self._seen) > _REMEMBERED:
-            del self._seen[next(iter(self._seen))]
         self._check_order(arrival)
         latency = max(_SHORTEST, arrival.at - sent)
         self._recent.append(latency)

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from relay.errors import SetupError, SinkUnavailable
@@ -53,6 +53,17 @@ def create_topics(
             error = exc.args[0]
             if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise translate(error, f"Kafka did not create topic {topic}") from None
+
+
+def setting(options: Mapping[str, Any], topic: str, name: str, timeout: float) -> str | None:
+    """A topic's setting; None if Kafka does not let us see it."""
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    (future,) = AdminClient(dict(options)).describe_configs([resource], request_timeout=timeout).values()
+    try:
+        return str(future.result()[name].value)
+    except (KafkaException, KeyError) as exc:
+        log.info("topic.setting_unknown", topic=topic, setting=name, reason=str(exc))
+        return None
 
 
 def ends(options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], timeout: float) -> dict[str, int]:

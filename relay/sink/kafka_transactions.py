@@ -278,11 +278,19 @@ class Transactions:
 
     def _make_position_topic(self) -> None:
         section, topic = self._section, self._section.position_topic
+        options = {**self._user, "logger": self._logs}
         if topic in self._topics:
+            policy = kafka_topics.setting(options, topic, "cleanup.policy", section.connect_timeout)
+            if policy is not None and "compact" not in policy:
+                raise SetupError(
+                    f"topic {topic} is not compacted (cleanup.policy={policy}): it would forget positions",
+                    hint=f"kafka-configs.sh --bootstrap-server … --alter --entity-type topics --entity-name {topic} "
+                    "--add-config cleanup.policy=compact; or name another topic in sink.kafka.position_topic",
+                )
             return
         try:
             kafka_topics.create_topics(
-                {**self._user, "logger": self._logs},
+                options,
                 [topic],
                 partitions=1,
                 replication_factor=section.replication_factor,

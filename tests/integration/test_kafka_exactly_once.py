@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
@@ -20,6 +20,7 @@ from relay.embedded import KafkaServer
 from relay.errors import SetupError, SinkUnavailable
 from relay.event import Event
 from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink
+from relay.sink.kafka_topics import setting
 from tests.fix_kafka import Kafka
 from tests.fix_postgres import Database
 from tests.relays import Ledger, RelayProcess, create_topic, prepare, settings
@@ -227,12 +228,19 @@ async def test_a_topic_that_was_made_again(kafka: Kafka, open_sink: OpenSink, pr
     assert "outbox_relay_checkpoint" in caught.value.hint
 
 
-async def test_the_position_topic_is_compacted(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+async def test_the_position_topic_is_made_compacted_and_another_one_is_refused(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    options = {"bootstrap.servers": kafka.bootstrap}
     sink = await open_sink(topics=(prefix,))
     await sink.publish(batch_of([event(1, prefix)]))
-    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": prefix})
-    assert len(consumer.list_topics(f"{prefix}-positions", timeout=10).topics[f"{prefix}-positions"].partitions) == 1
-    consumer.close()
+    await sink.close()
+    made = await asyncio.to_thread(setting, options, f"{prefix}-positions", "cleanup.policy", 10)
+    assert made == "compact"
+    await open_sink(topics=(prefix,))  # as it was left
+    await asyncio.to_thread(create_topic, kafka.bootstrap, f"{prefix}-other")
+    with pytest.raises(SetupError, match="not compacted"):
+        await open_sink(topics=(prefix,), position_topic=f"{prefix}-other")
 
 
 # --- the whole relay
