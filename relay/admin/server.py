@@ -1,29 +1,23 @@
 """The HTTP server of `admin.listen`. It never waits for Postgres or the broker, so it answers whatever they do.
 
-    /healthz   200: the process lives and its loop turns; nothing else is asked
-    /readyz    200: events are moving, or there are none; else 503 with state, reason and hint (G10)
-    /metrics   Prometheus or OpenMetrics, as the scraper asks
-    /status    the live counterpart of `relay status --json`
-
-Every path is read-only and says nothing of payloads, keys, headers or secrets.
+`bind` takes the address, so that a wrong one is said before anything is published; `serve` answers. In between lies the
+import of aiohttp, a fifth of the time from the start of the process to its first event: it runs on a thread while the
+relay connects, and who asks meanwhile waits in the queue of the socket.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, cast
+import asyncio
+import importlib
+import socket
+from typing import TYPE_CHECKING, Any
 
-import orjson
-from aiohttp import web
-from prometheus_client.exposition import choose_encoder
-
-from relay.admin.status import readiness, status
 from relay.errors import SetupError
 from relay.metrics import Metrics
 from relay.progress import Progress
 
-_FRESH = {"Cache-Control": "no-store"}
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 class AdminServer:
@@ -31,9 +25,8 @@ class AdminServer:
 
     def __init__(self, listen: str, progress: Progress, metrics: Metrics, *, stalled_after: float) -> None:
         self._listen = listen
-        self._progress = progress
-        self._metrics = metrics
-        self._stalled_after = stalled_after
+        self._pages: tuple[Any, ...] = (progress, metrics, stalled_after)
+        self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
         self.port: int | None = None
 
@@ -41,61 +34,57 @@ class AdminServer:
         return f"<AdminServer {self._listen} {'stopped' if self.port is None else f'on port {self.port}'}>"
 
     async def start(self) -> None:
+        """Bind, and serve."""
+        await self.bind()
+        await self.serve()
+
+    async def bind(self) -> None:
         """Listen; an empty address means that nobody wants us. Raises SetupError when the address cannot be had."""
         if not self._listen:
             return
         host, _, port = self._listen.rpartition(":")
-        app = web.Application()
-        for path, handler in (
-            ("/healthz", self._healthz),
-            ("/readyz", self._readyz),
-            ("/metrics", self._metrics_page),
-            ("/status", self._status),
-        ):
-            app.router.add_get(path, handler)
-        # An open request is cut off rather than waited for: stopping must not hang on a slow scraper.
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.2)
-        await runner.setup()
         try:
-            await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, *_, address in dict.fromkeys(found):
+                try:
+                    self._sockets.append(socket.create_server((address[0], int(port)), family=family))
+                except OSError:
+                    # Names have addresses of both kinds, and a machine may have one of them only.
+                    if family != socket.AF_INET6 or len(found) == 1:
+                        raise
         except (OSError, OverflowError) as exc:
-            await runner.cleanup()
+            await self.stop()
             reason = exc.strerror if isinstance(exc, OSError) else exc
             raise SetupError(
                 f"cannot listen on {self._listen} for health and metrics: {reason}",
                 hint='set admin.listen to a free address (or to "" to switch it off), or stop what uses this one',
             ) from exc
+        self.port = self._sockets[0].getsockname()[1]
+
+    async def serve(self) -> None:
+        """Answer, from now on, what comes to the address."""
+        if not self._sockets:
+            return
+        pages = await asyncio.to_thread(importlib.import_module, "relay.admin.pages")
+        from aiohttp import web  # noqa: PLC0415
+
+        # An open request is cut off rather than waited for: stopping must not hang on a slow scraper.
+        runner = web.AppRunner(
+            pages.application(*self._pages), access_log=None, handle_signals=False, shutdown_timeout=0.2
+        )
         self._runner = runner
-        self.port = runner.addresses[0][1]
+        await runner.setup()
+        for listening in self._sockets:
+            listening.setblocking(False)
+            await web.SockSite(runner, listening).start()
 
     async def stop(self) -> None:
         """Stop listening; safe to call in any state, and more than once."""
         runner, self._runner, self.port = self._runner, None, None
+        sockets, self._sockets = self._sockets, []
         if runner is not None:
             await runner.cleanup()
-
-    async def _healthz(self, _request: web.Request) -> web.Response:
-        return _json({"alive": True})  # whoever gets this answer has seen the loop turn
-
-    async def _readyz(self, _request: web.Request) -> web.Response:
-        answer = readiness(self._progress, self._stalled_after, now=time.monotonic())
-        return _json(answer, 200 if answer["ready"] else 503)
-
-    async def _metrics_page(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(",".join(request.headers.getall("Accept", [])))
-        page = cast(Callable[[Any], bytes], encode)(self._metrics.registry)
-        response = web.Response(body=page, headers={"Content-Type": content_type, **_FRESH})
-        response.enable_compression()
-        return response
-
-    async def _status(self, _request: web.Request) -> web.Response:
-        return _json(status(self._metrics, self._stalled_after, now=time.monotonic(), clock=time.time()))
-
-
-def _json(answer: dict[str, Any], code: int = 200) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(answer, option=orjson.OPT_APPEND_NEWLINE),
-        status=code,
-        content_type="application/json",
-        headers=_FRESH,
-    )
+        for listening in sockets:
+            listening.close()
