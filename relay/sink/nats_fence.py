@@ -4,8 +4,9 @@ Every event carries `Nats-Expected-Last-Sequence`, so each is stored only direct
 refused event refuses all that follow. Each is acknowledged all the same (a batch has one token, answers are counted):
 somebody else's message in the place of a refused event would let the next one in. A zombie relay that read the same
 stream can only write the very events that we would write, in the same places; one that came by another way (its
-successor recovers from the table, or routes differently) could slip in between, so in the range of sequences that it
-may still write to, events go out one by one (`danger`).
+successor recovers from the table, or routes differently) could slip in between. So in the range of sequences that it
+may still write to (`danger`), a batch goes out in waves, each when the one before is acknowledged, with at most one
+event of a key: whatever slips in, no event is stored before an earlier one of its key.
 
 After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
 up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
@@ -53,8 +54,9 @@ class FencedWindow(Window):
         self._ways: dict[str, tuple[bytes, Chain] | None] = {}
         self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
         self._careful = careful
-        self._singles: deque[int] | None = None  # places in the batch that goes out one by one, not sent yet
-        self._single = 0  # the place that is on the wire alone
+        self._waves: deque[list[int]] | None = None  # places in the batch that goes out bit by bit, not sent yet
+        self._wave: list[int] = []  # those that are on the wire
+        self._unanswered = 0  # of them
         self._later: deque[Flight] = deque()  # batches behind that one
         self._uncountable = False  # a mark was given that is not countable
         self.suspicious = careful  # the next window should be careful
@@ -93,7 +95,7 @@ class FencedWindow(Window):
         flight.first = self._next
         if flight.batch.settled:
             self._settle()
-        if self._singles is not None:
+        if self._waves is not None:
             self._later.append(flight)
         else:
             self._send_now(flight)
@@ -109,10 +111,11 @@ class FencedWindow(Window):
             chain.settle()
 
     def _send_now(self, flight: Flight) -> None:
-        if self._careful or any(chain.sent < chain.danger for chain in self._chains.values()):
-            self._singles = deque(range(len(flight.batch.events)))
-            flight.remaining = len(self._singles)
-            self._next_single(flight)
+        if self._careful or self._endangered:
+            events = flight.batch.events
+            self._waves = deque([place] for place in range(len(events))) if self._careful else _waves(events)
+            flight.remaining = len(events)
+            self._next_wave(flight)
             return
         token = b"%d" % self._next
         self._next += 1
@@ -126,6 +129,10 @@ class FencedWindow(Window):
             self._connection.send(quick + frames)
         else:
             self._finish(flight)
+
+    @property
+    def _endangered(self) -> bool:
+        return any(chain.sent < chain.danger for chain in self._chains.values())
 
     @property
     def _special(self) -> bool:
@@ -243,7 +250,8 @@ class FencedWindow(Window):
         """How far the streams are covered once everything that was submitted so far is complete."""
         chains = self._chains.values()
         marks = {chain.stream: chain.covered(self._met) for chain in chains}
-        uncountable = not all(chain.countable for chain in chains)
+        # Waves are not in the order of the events.
+        uncountable = not all(chain.countable for chain in chains) or self._endangered
         if uncountable or self._uncountable:
             self._uncountable = True
             marks[UNCOUNTABLE] = int(uncountable)
@@ -259,9 +267,11 @@ class FencedWindow(Window):
             if flight is None:
                 continue
             flight.remaining -= count
-            if self._singles is not None:
-                del self._waiting[token]
-                self._next_single(flight)
+            if self._waves is not None:
+                self._unanswered -= count
+                if not self._unanswered:
+                    del self._waiting[token]
+                    self._next_wave(flight)
             elif flight.remaining == 0:
                 del self._waiting[token]
                 self._finish(flight)
@@ -277,7 +287,7 @@ class FencedWindow(Window):
             return
         if ack.code == 0 and ack.seq > 0 and not ack.duplicate:
             self.on_acks([token])
-        elif self._singles is not None:
+        elif self._waves is not None and len(self._wave) == 1:
             self._single_refused(flight, ack, token)
         else:
             self.suspicious = ack.code in WRONG_SEQUENCE or ack.code in REJECTED or ack.code == 0
@@ -285,7 +295,8 @@ class FencedWindow(Window):
 
     def _single_refused(self, flight: Flight, ack: Ack, token: bytes) -> None:
         """An event that was alone on the wire did not take its place in the chain."""
-        way = self._ways[flight.batch.events[self._single].topic]
+        (place,) = self._wave
+        way = self._ways[flight.batch.events[place].topic]
         assert way is not None
         chain = way[1]
         if ack.code == 0 and ack.seq == chain.sent:
@@ -294,7 +305,7 @@ class FencedWindow(Window):
             self.duplicates += 1  # it was stored before the mark
             chain.sent -= 1
         elif ack.code in REJECTED:
-            self._refuse(flight, self._single, f"JetStream: {ack.error} ({ack.code})")
+            self._refuse(flight, place, f"JetStream: {ack.error} ({ack.code})")
             self.gaps = True
             chain.sent -= 1
         else:
@@ -313,23 +324,24 @@ class FencedWindow(Window):
             verdict = SinkUnavailable(f"an event of the batch was refused: {verdict}")
         self.fail(verdict)
 
-    def _next_single(self, flight: Flight) -> None:
-        """The next event of the batch, alone on the wire; after the last one the batches behind it follow."""
-        while self._singles:
-            self._single = self._singles.popleft()
+    def _next_wave(self, flight: Flight) -> None:
+        """The next events of the batch; after the last ones the batches behind it follow."""
+        while self._waves:
+            wave = self._waves.popleft()
             token = b"%d" % self._next
-            frames = self._frames(flight, (self._single,), b"%b.%b " % (self._connection.inbox, token))
+            frames = self._frames(flight, wave, b"%b.%b " % (self._connection.inbox, token))
+            flight.remaining -= len(wave) - len(frames)
             if frames:
                 self._next += 1
+                self._wave, self._unanswered = wave, len(frames)
                 self._waiting[token] = flight
                 self._connection.send(frames)
                 return
-            flight.remaining -= 1
-        self._singles = None
+        self._waves = None
         self._careful = self.suspicious = False
         flight.marks = self._marks()
         self._finish(flight)
-        while self._later and self._singles is None and self.failure is None:
+        while self._later and self._waves is None and self.failure is None:
             self._send_now(self._later.popleft())
 
     def _finish(self, flight: Flight) -> None:  # noqa: ARG002  an older one may have to be finished first
@@ -355,3 +367,17 @@ class FencedWindow(Window):
         self._waiting.clear()
         self._later.clear()
         self._met.clear()
+
+
+def _waves(events: list[Event]) -> deque[list[int]]:
+    """The places of the events, so that those of a key are in different waves, in their order."""
+    waves: deque[list[int]] = deque()
+    seen: Counter[str | bytes] = Counter()
+    for place, event in enumerate(events):
+        key = event.topic if event.key is None else event.key
+        number = seen[key]
+        seen[key] = number + 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(place)
+    return waves
