@@ -62,7 +62,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One database, and a destination in the broker: of the same name, or, if several tools read the rows, of its own."""
+    """One database, and a destination in the broker; those who share the database have a destination each."""
 
     arena: Arena
     name: str

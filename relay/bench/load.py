@@ -17,7 +17,8 @@ CREATE FUNCTION bench_payload(n bigint) RETURNS jsonb LANGUAGE sql VOLATILE AS $
                   lpad(n::text, 9, '0'))::jsonb
 $$;
 -- Other tables write `neighbours` of all WAL: so many rows go into one after each transaction.
-CREATE PROCEDURE bench_load(total bigint, per_transaction bigint, keys bigint, neighbours numeric) LANGUAGE plpgsql AS $$
+CREATE PROCEDURE bench_load(total bigint, per_transaction bigint, keys bigint, neighbours numeric)
+LANGUAGE plpgsql AS $$
 DECLARE
     base bigint := nextval('bench_item');
     mark pg_lsn;

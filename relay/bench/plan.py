@@ -207,9 +207,7 @@ def make_plan(
     return plan
 
 
-def _named(
-    option: str, names: Sequence[str], get: Callable[[str], T | None], known: Any, faults: list[str]
-) -> list[T]:
+def _named(option: str, names: Sequence[str], get: Callable[[str], T | None], known: Any, faults: list[str]) -> list[T]:
     found = []
     for name in dict.fromkeys(names):
         value = get(name)

@@ -1,7 +1,7 @@
 """A broker that is far away: a TCP proxy that holds everything back for a while, and nothing else.
 
-`python -m relay.bench.proxy PORT TARGET_HOST TARGET_PORT SECONDS` prints "ready" once it listens. What came later leaves
-later, but nothing waits for what came before: the distance grows, the bandwidth stays.
+`python -m relay.bench.proxy PORT TARGET_HOST TARGET_PORT SECONDS` prints "ready" once it listens. What came later
+leaves later, but nothing waits for what came before: the distance grows, the bandwidth stays.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dela
             due, data = await queue.get()
             await asyncio.sleep(due - loop.time())
             if not data:
+                writer.close()
                 return
             writer.write(data)
             await writer.drain()
 
-    delivering = asyncio.create_task(deliver())
-    try:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(deliver())
         while data := await reader.read(_LONGEST):
             await queue.put((loop.time() + delay, data))
         await queue.put((loop.time() + delay, b""))
-        await delivering
-    finally:
-        delivering.cancel()
-        writer.close()
 
 
 async def serve(port: int, host: str, target: int, delay: float) -> None:
     async def link(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             there, back = await asyncio.open_connection(host, target)
+            # One side may break off while the other still has something to say.
             await asyncio.gather(_pump(reader, back, delay), _pump(there, writer, delay), return_exceptions=True)
+            back.close()
         writer.close()
 
     async with await asyncio.start_server(link, "127.0.0.1", port) as server:

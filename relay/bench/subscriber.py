@@ -1,8 +1,8 @@
 """A consumer in a process of its own: notes when each event was written and when it arrived.
 
-`python -m relay.bench.subscriber jetstream|kafka ADDRESS NAME OUT live|QUIET` prints "ready" once nothing can be missed.
-`live`: on SIGTERM it waits until nothing more arrives, and writes its notes. A number: it reads what is stored, and
-ends when nothing came for so many seconds.
+`python -m relay.bench.subscriber jetstream|kafka ADDRESS NAME OUT live|QUIET` prints "ready" once nothing can be
+missed. `live`: on SIGTERM it waits until nothing more arrives, and writes its notes. A number: it reads what is
+stored, and ends when nothing came for so many seconds.
 
 It shares the machine with what it measures, so it must be cheap: NATS frames are cut from the socket's bytes here (a
 client library costs ten times as much), and events are told apart by the row's number, in one byte per row.
