@@ -22,6 +22,6 @@ from relay.bench.tools import Tool
 PEERS: Mapping[str, Callable[[Round, Path], Tool]] = {
     "debezium-lean": partial(DebeziumTool, LEAN),
     "debezium-default": partial(DebeziumTool, DEFAULT),
-    "poller": partial(PollerTool, 0.1),
-    "poller-1s": partial(PollerTool, 1.0),
+    "poller": partial(PollerTool, "poller", 0.1),
+    "poller-1s": partial(PollerTool, "poller-1s", 1.0),
 }

@@ -17,6 +17,7 @@ from bench.peers import install, java
 from relay.bench.arena import Round
 from relay.bench.process import BenchError, Child
 from relay.bench.tools import StoringTool
+from relay.config import mask_url
 
 _MAIN = "io.debezium.server.Main"
 
@@ -54,18 +55,16 @@ LEAN = Settings(
 class DebeziumTool(StoringTool):
     """One process per start; its offsets are in a file that outlives it, so that it can be killed and continue."""
 
-    name = "debezium"
-
     def __init__(self, settings: Settings, place: Round, folder: Path) -> None:
         super().__init__(place)
         lacking, found = install.missing(), java.find()
         if lacking or found is None:
             raise BenchError(f"{lacking} is not installed", hint="make peers")
-        self.mode = settings.name
+        self.name = f"debezium-{settings.name}"  # as after --peer, so that it can be the --baseline
+        self.mode = install.VERSION
         self.slot = f"{place.name}_debezium"
         self._file = folder / f"{self.slot}.properties"
         properties = _properties(settings, place, self.slot, folder / f"{self.slot}.offsets")
-        self._file.touch(mode=0o600)  # the password may be in it
         self._file.write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
         # Without the first its threads log errors on Java 25; the second keeps unpacked libraries in this folder.
         access = ("--add-opens=java.base/java.lang=ALL-UNNAMED", f"-Djava.io.tmpdir={folder}")
@@ -73,7 +72,7 @@ class DebeziumTool(StoringTool):
         self._command = [found.path, *options, "-cp", install.class_path(), _MAIN]
         self.facts = {
             "version": f"Debezium Server {install.VERSION}, Java {found.version}",
-            "configuration": {name: value for name, value in properties.items() if not name.endswith(".password")},
+            "configuration": {name: mask_url(value) for name, value in properties.items()},
             "command": shlex.join(self._command),
         }
 
@@ -82,7 +81,9 @@ class DebeziumTool(StoringTool):
         await self.place.value("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", self.slot)
 
     def process(self) -> Child:
-        return Child(self.name, self._command, codes=(0, 143))
+        password = str(conninfo_to_dict(self.place.dsn).get("password", ""))
+        secret = {"DEBEZIUM_SOURCE_DATABASE_PASSWORD": password}
+        return Child(self.name, self._command, codes=(0, 143), environment=secret)
 
 
 def _properties(settings: Settings, place: Round, slot: str, offsets: Path) -> dict[str, str]:
@@ -94,7 +95,6 @@ def _properties(settings: Settings, place: Round, slot: str, offsets: Path) -> d
         "debezium.source.database.port": str(database.get("port", 5432)),
         "debezium.source.database.dbname": str(database["dbname"]),
         "debezium.source.database.user": str(database.get("user", "postgres")),
-        "debezium.source.database.password": str(database.get("password", "")),
         "debezium.source.topic.prefix": place.name,
         "debezium.source.plugin.name": "pgoutput",
         "debezium.source.slot.name": slot,

@@ -32,6 +32,7 @@ class Contender:
     sink: Sink
     make: Maker
     alone: bool
+    peer: bool = False  # what goes wrong with it leaves its figures open, and ends nothing
 
 
 def contenders(plan: Plan, scenario: Scenario, kind: Kind, peers: Mapping[str, Maker]) -> list[Contender]:
@@ -43,7 +44,7 @@ def contenders(plan: Plan, scenario: Scenario, kind: Kind, peers: Mapping[str, M
         for mode in plan.modes
     ]
     # A rival has its own ideas of how to write: it is measured once per broker.
-    found += [Contender(f"{name}, {kind}", SINKS[kind], peers[name], alone=True) for name in plan.peers]
+    found += [Contender(f"{name}, {kind}", SINKS[kind], peers[name], alone=True, peer=True) for name in plan.peers]
     if plan.limit and scenario.limit and scenario.kind == "drain":
         found += [
             Contender(f"{LIMIT} {mode.plugin}", SINKS[kind], _limit(mode.name), alone=False) for mode in plan.limits

@@ -38,6 +38,7 @@ def to_html(report: Report) -> str:
         found = [each for each in report.summaries if each.scenario == scenario.name]
         if found:
             parts.append(_scenario(scenario, found))
+    parts += [f"<p>Left open: {escape(what)}: {escape(why)}</p>" for what, why in report.left_open.items()]
     parts.append(_made(report))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>relay bench</title>'

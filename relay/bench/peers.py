@@ -20,7 +20,8 @@ tool may rely on, and what it has to do:
   (pass `Child(..., codes=(0, 143))` for a program that ends otherwise). It may be called several times.
 - The database belongs to this tool alone: it may mark or delete rows.
 - `facts` (version, configuration, command) goes into the result as it is. It must not hold secrets.
-- A maker that cannot measure with this broker, or whose program is not installed, raises `BenchError` with a hint.
+- A maker that cannot measure with this broker, or whose program is not installed, raises `BenchError` with a hint. The
+  figures are then left open in the result, with that reason; so they are when the tool fails while it is measured.
 """
 
 from __future__ import annotations

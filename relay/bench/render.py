@@ -25,6 +25,7 @@ def render(report: Report) -> RenderableType:
         found = [each for each in report.summaries if each.scenario == scenario.name]
         for sink in dict.fromkeys(each.sink for each in found):
             parts += _tables(scenario, sink, [each for each in found if each.sink == sink])
+    parts += [Text(f"Left open: {what}: {why}") for what, why in report.left_open.items()]
     if report.plan.baseline:
         parts.append(Text(f"Baseline: {report.plan.baseline}, in the same repetition.", style="dim"))
     load = facts["load_average_at_start"][0]

@@ -164,6 +164,7 @@ class Report:
     summaries: Sequence[Summary]
     measurements: Sequence[Measurement]
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # version, configuration, command
+    left_open: Mapping[str, str] = field(default_factory=dict)  # scenario and peer → why there are no figures
 
     @property
     def correct(self) -> bool:

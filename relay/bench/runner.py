@@ -25,6 +25,7 @@ from relay.bench.result import FORMAT, Measurement, Report, summarise
 from relay.bench.scenarios import measure
 from relay.bench.task import Task
 from relay.config import mask_dsn, mask_url
+from relay.errors import RelayError
 
 Tell = Callable[[float, str], None]  # how much is done, from 0 to 1, and what happens now
 
@@ -33,6 +34,7 @@ async def run(plan: Plan, tell: Tell, peers: Mapping[str, Maker] | None = None, 
     """Measure everything that the plan names."""
     measurements: list[Measurement] = []
     tools: dict[str, Mapping[str, Any]] = {}
+    left_open: dict[str, str] = {}
     versions: list[str] = []
     environment: dict[str, Any] = {}
     steps = _Steps(plan, tell, peers or {})
@@ -47,10 +49,20 @@ async def run(plan: Plan, tell: Tell, peers: Mapping[str, Maker] | None = None, 
                         found: list[Measurement] = []
                         for group in groups(contenders(plan, scenario, kind, peers or {}), scenario, repetition):
                             steps.next(f"{scenario.name}, {', '.join(each.label for each in group)}")
-                            found += await measure(arena, task, group)
+                            try:
+                                found += await measure(arena, task, group)
+                            except RelayError as exc:
+                                if not group[0].peer:
+                                    raise
+                                left_open[f"{scenario.name}, {group[0].label}"] = _reason(exc)
+                                steps.say(f"left open: {_reason(exc)}")
                         measurements += compared(plan, found)
     environment["broker"] = ", ".join(versions)
-    return Report(FORMAT, environment, _shown(plan), summarise(measurements), measurements, tools)
+    return Report(FORMAT, environment, _shown(plan), summarise(measurements), measurements, tools, left_open)
+
+
+def _reason(exc: RelayError) -> str:
+    return f"{exc} ({exc.hint})" if exc.hint else str(exc)
 
 
 class _Steps:
