@@ -44,7 +44,7 @@ bench: $(READY) ## measure: backlog and steady rate, with pg_recvlogical beside 
 	@$(BIN)/relay bench $(ARGS)
 
 peers: services ## install the tools that `make bench ARGS="--peer …"` measures beside the relay: bench/peers
-	@$(BIN)/python -m bench.peers.install
+	@$(BIN)/python -m bench.peers
 
 services: $(READY) ## install what the tests' servers need and pip cannot bring
 	@if [ "$${RELAY_TEST_SERVICES:-embedded}" = embedded ]; then \

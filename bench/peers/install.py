@@ -6,7 +6,6 @@ Only what its own start script puts on the class path is kept.
 from __future__ import annotations
 
 import hashlib
-import sys
 import tarfile
 from pathlib import Path
 
@@ -61,17 +60,3 @@ def _unpack(archive: Path, target: Path) -> None:
             name = member.name.removeprefix("debezium-server/")
             if member.isfile() and (name.endswith("-runner.jar") or name.startswith("lib/")):
                 tar.extract(member.replace(name=name), target, filter="data")
-
-
-def main() -> None:
-    try:
-        install()
-    except EmbeddedError as error:
-        sys.exit(f"{error}\n{error.hint}")
-    found = java.find()
-    print(f"Debezium Server {VERSION}: {folder()}\nJava {found.version}: {found.path}" if found else "no Java")
-    print('measure:  make bench ARGS="--peer debezium-lean --peer poller"')
-
-
-if __name__ == "__main__":
-    main()
