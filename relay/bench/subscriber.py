@@ -28,6 +28,7 @@ import orjson
 _ROW = re.compile(rb'"t\\*": ?(\d+), ?\\*"item\\*": ?\\*"(\d+)')  # bench_payload() puts them there; maybe escaped
 _QUIET = 0.5
 _INBOX = "_INBOX.relaybench"
+_MADE = b".made"
 
 
 class Notes:
@@ -90,6 +91,7 @@ class Frames:
         self._connection = connection
         self._inbox = inbox.encode()
         self._rest = b""
+        self.answer = b""  # to the request for a consumer; events may come in the same breath
 
     def bodies(self, data: bytes) -> Iterator[bytes]:
         data = self._rest + data
@@ -106,6 +108,8 @@ class Frames:
                     break
                 if line[1] == self._inbox:
                     self._status(line, data[end + 2 : body])
+                elif line[1] == self._inbox + _MADE:
+                    self.answer = data[body:stop]
                 else:
                     yield data[body:stop]
                 at = stop + 2
@@ -163,14 +167,11 @@ def jetstream(address: str, name: str, notes: Notes) -> None:
     connection.sendall(ask.encode() + body + b"\r\n")
     frames = Frames(connection, inbox)
     connection.settimeout(10.0)
-    for made in frames.bodies(connection.recv(1 << 16)):
-        answer = json.loads(made)
-        if "error" in answer:
-            raise SystemExit(f"nats-server: {answer['error']}")
-        print("ready", flush=True)
-        break
-    else:
-        raise SystemExit("nats-server did not answer")
+    while not frames.answer:
+        notes.arrivals(frames.bodies(connection.recv(1 << 16)))
+    if "error" in (answer := json.loads(frames.answer)):
+        raise SystemExit(f"nats-server: {answer['error']}")
+    print("ready", flush=True)
     connection.settimeout(0.1)
     while not notes.done:
         try:
