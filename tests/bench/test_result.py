@@ -213,7 +213,7 @@ def test_two_results_are_compared_by_their_spread() -> None:
 
 
 def test_the_subscriber_tells_rows_apart_by_their_number(tmp_path: Path) -> None:
-    notes = Notes(None)
+    notes = Notes(live=True)
     plain = b'{"event_id":"x","payload":{"t": 1700000000000000, "item": "000000007", "note": "x"}}'
     escaped = b'{"payload":"{\\"t\\": 1700000000000001, \\"item\\": \\"000000008\\"}"}'
     notes.arrivals(iter([plain, escaped, plain, b"something else"]))
