@@ -121,11 +121,11 @@ class KafkaBroker:
 
     kind: Kind = "kafka"
 
-    def __init__(self, address: str, pid: int | None, far: tuple[int, int] | None = None) -> None:
+    def __init__(self, address: str, pid: int | None, far: tuple[int, int] | None = None, version: str = "") -> None:
         self._admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
         self.address = address
         self.pid = pid
-        self.version = "kafka"
+        self.version = f"kafka {version}".rstrip()
         self._far = far
 
     async def ensure(self, name: str) -> None:
@@ -229,6 +229,10 @@ class _FarKafka(KafkaServer):
         }.items():
             self._properties[name] += f",{value}"
 
+    @property
+    def release(self) -> str:
+        return next((jar.stem.rpartition("-")[2] for jar in self._jars.glob("kafka_2.13-*.jar")), "")
+
 
 def _plain(version: object) -> str:
     found = re.search(r"\d+\.\d+\.\d+", str(version))
@@ -268,7 +272,7 @@ async def _kafka(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker
             return
         say("starting Kafka, and warming it up")
         server = stack.enter_context(_FarKafka())
-        broker = KafkaBroker(server.bootstrap, server.pid, server.far)
+        broker = KafkaBroker(server.bootstrap, server.pid, server.far, server.release)
         await broker.warm_up(_WARM_UP // (3 if plan.quick else 1))
         yield broker
 

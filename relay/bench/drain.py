@@ -90,6 +90,7 @@ async def watch(
             told = sample.at
             task.say(f"{tool.name} {tool.mode}: {sample.moved / rows:.0%}")
         if sample.at - grew > STALLED:
+            task.say(f"{tool.name} stands still at {sample.moved:,}; its log ends with\n{child.log_tail()}")
             break
     return samples
 

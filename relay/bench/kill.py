@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from relay.bench.result import Measurement
 from relay.bench.task import STALLED, Entry, Task, read_back
 
 _AT = 0.4
+_STANDS = 0.3  # seconds after which nothing of the killed process is on its way any more
 _QUIET = 3.0  # nothing more comes: the count of a tool that repeats is full before its last event
 
 
@@ -26,8 +28,9 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
     with tool.process() as child:
         await watch(task, place, child, tool, rows, [], _AT)
         child.kill()
-    started = time.monotonic()
-    count, grew, first = await place.stored(), time.monotonic(), 0.0
+    count = await _standing(place)
+    started = grew = time.monotonic()
+    first = 0.0
     with tool.process() as child:
 
         async def quiet() -> bool:
@@ -41,6 +44,8 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
             return (count >= rows and still > _QUIET) or still > STALLED
 
         await until(quiet, 3600.0, "it did not come to an end", 0.05)
+        if count < rows:
+            task.say(f"{tool.name} stands still at {count:,}; its log ends with\n{child.log_tail()}")
         peak = peak_rss(child.pid)
         child.stop()
     heard = await read_back(place, task.folder)
@@ -57,3 +62,14 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
             wal_load_bytes_per_event=loaded,
         )
     ]
+
+
+async def _standing(place: Round) -> int:
+    """How much is stored once the broker has taken what the killed process had sent."""
+    count, since = await place.stored(), time.monotonic()
+    while time.monotonic() - since < _STANDS:
+        await asyncio.sleep(0.05)
+        now = await place.stored()
+        if now != count:
+            count, since = now, time.monotonic()
+    return count

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.bench.figures import FIGURES, Figure
+from relay.bench.modes import SINKS
 from relay.bench.plan import Scenario
 from relay.bench.result import LIMIT, Report, Spread, Summary
 
@@ -17,14 +18,14 @@ _TITLES = 29  # of the figures' column, with its frame
 
 
 def render(report: Report) -> RenderableType:
-    """One table per scenario and sink, with the figures that it has; a wide one goes on below."""
+    """One table per scenario and broker, with the figures that it has; a wide one goes on below."""
     facts = report.environment
     head = f"relay {facts['relay']}, PostgreSQL {facts['postgres']}, {facts['broker']}, {facts['cores']} cores"
     parts: list[RenderableType] = [Text(head, style="dim")]
     for scenario in report.plan.scenarios:
         found = [each for each in report.summaries if each.scenario == scenario.name]
-        for sink in dict.fromkeys(each.sink for each in found):
-            parts += _tables(scenario, sink, [each for each in found if each.sink == sink])
+        for kind in dict.fromkeys(SINKS[each.sink].kind for each in found):
+            parts += _tables(scenario, [each for each in found if SINKS[each.sink].kind == kind])
     parts += [Text(f"Left open: {what}: {why}") for what, why in report.left_open.items()]
     if report.plan.baseline:
         parts.append(Text(f"Baseline: {report.plan.baseline}, in the same repetition.", style="dim"))
@@ -44,14 +45,15 @@ def size(scenario: Scenario) -> str:
     return f"{scenario.rate:,} rows/s for {scenario.seconds:g} s" if scenario.rate else f"{scenario.seconds:g} s"
 
 
-def _tables(scenario: Scenario, sink: str, summaries: Sequence[Summary]) -> list[Table]:
+def _tables(scenario: Scenario, summaries: Sequence[Summary]) -> list[Table]:
     """A column per tool: there are more figures than fit side by side. As many columns as fit stand in one table."""
     figures = [figure for figure in FIGURES if any(figure.name in each.figures for each in summaries)]
+    sinks = dict.fromkeys(each.sink for each in summaries if each.tool != LIMIT)
     titles = [figure.title for figure in figures] + ["every row arrived"]
     tables: list[Table] = []
-    for chunk in _fitting([_column(each, figures) for each in summaries]):
+    for chunk in _fitting([_column(each, figures, several=len(sinks) > 1) for each in summaries]):
         more = ", continued" if tables else ""
-        title = f"{scenario.name}: {size(scenario)}, {sink}, runs: {summaries[0].repetitions}{more}"
+        title = f"{scenario.name}: {size(scenario)}, {', '.join(sinks)}, runs: {summaries[0].repetitions}{more}"
         # Said, not found out: where there is no terminal it would be squeezed into 80 columns.
         width = 4 + max(map(len, titles)) + sum(map(_width, chunk))
         table = Table("", *(column[0] for column in chunk), title=title, title_justify="left", width=width)
@@ -82,10 +84,11 @@ def _width(column: Sequence[str]) -> int:
     return max(len(line) for cell in column for line in cell.split("\n")) + 3
 
 
-def _column(summary: Summary, figures: Sequence[Figure]) -> list[str]:
+def _column(summary: Summary, figures: Sequence[Figure], *, several: bool) -> list[str]:
     complete = "" if summary.tool == LIMIT else "yes" if summary.correct else "NO"
     cells = [_cell(figure, summary.figures.get(figure.name)) for figure in figures]
-    return [f"{summary.tool}\n{summary.mode}", *cells, complete]
+    sink = f"\n{summary.sink}" if several and summary.tool != LIMIT else ""
+    return [f"{summary.tool}\n{summary.mode}{sink}", *cells, complete]
 
 
 def _cell(figure: Figure, spread: Spread | None) -> str:

@@ -1,8 +1,8 @@
 """A consumer in a process of its own: notes when each event was written and when it arrived.
 
-`python -m relay.bench.subscriber jetstream|kafka ADDRESS NAME OUT live|QUIET` prints "ready" once nothing can be
-missed. `live`: on SIGTERM it waits until nothing more arrives, and writes its notes. A number: it reads what is
-stored, and ends when nothing came for so many seconds.
+`python -m relay.bench.subscriber jetstream|kafka ADDRESS NAME OUT live|stored` prints "ready" once nothing can be
+missed. `live`: on SIGTERM it waits until nothing more arrives, and writes its notes. `stored`: it reads what is stored
+by now, writes its notes, and waits for SIGTERM.
 
 It shares the machine with what it measures, so it must be cheap: NATS frames are cut from the socket's bytes here (a
 client library costs ten times as much), and events are told apart by the row's number, in one byte per row.
@@ -28,18 +28,19 @@ import orjson
 _ROW = re.compile(rb'"t\\*": ?(\d+), ?\\*"item\\*": ?\\*"(\d+)')  # bench_payload() puts them there; maybe escaped
 _QUIET = 0.5
 _INBOX = "_INBOX.relaybench"
+_MADE = b".made"
 
 
 class Notes:
     """Times of all arrivals, and which rows they were."""
 
-    def __init__(self, quiet: float | None) -> None:
+    def __init__(self, *, live: bool) -> None:
         self.written = array("q")
         self.arrived = array("q")
         self.seen = bytearray()
-        self.live = quiet is None
-        self.stopping = quiet is not None
-        self.quiet = quiet if quiet is not None else _QUIET
+        self.live = live
+        self.stopping = False
+        self.complete = False  # everything that was stored at the beginning has been read
         self.events = 0
         self.last = time.monotonic()
 
@@ -64,14 +65,16 @@ class Notes:
 
     @property
     def done(self) -> bool:
-        return self.stopping and time.monotonic() - self.last > self.quiet
+        return self.complete or (self.stopping and time.monotonic() - self.last > _QUIET)
 
     def stop(self, _number: int = 0, _frame: FrameType | None = None) -> None:
         self.stopping = True
         self.last = time.monotonic()
 
     def save(self, path: Path) -> None:
-        path.write_bytes(
+        """Whole or not at all: whoever sees the file may read it."""
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(
             orjson.dumps(
                 {
                     "written": self.written.tolist(),
@@ -81,6 +84,7 @@ class Notes:
                 }
             )
         )
+        partial.rename(path)
 
 
 class Frames:
@@ -90,6 +94,7 @@ class Frames:
         self._connection = connection
         self._inbox = inbox.encode()
         self._rest = b""
+        self.answer = b""  # to the request for a consumer; events may come in the same breath
 
     def bodies(self, data: bytes) -> Iterator[bytes]:
         data = self._rest + data
@@ -106,6 +111,8 @@ class Frames:
                     break
                 if line[1] == self._inbox:
                     self._status(line, data[end + 2 : body])
+                elif line[1] == self._inbox + _MADE:
+                    self.answer = data[body:stop]
                 else:
                     yield data[body:stop]
                 at = stop + 2
@@ -163,16 +170,15 @@ def jetstream(address: str, name: str, notes: Notes) -> None:
     connection.sendall(ask.encode() + body + b"\r\n")
     frames = Frames(connection, inbox)
     connection.settimeout(10.0)
-    for made in frames.bodies(connection.recv(1 << 16)):
-        answer = json.loads(made)
-        if "error" in answer:
-            raise SystemExit(f"nats-server: {answer['error']}")
-        print("ready", flush=True)
-        break
-    else:
-        raise SystemExit("nats-server did not answer")
+    while not frames.answer:
+        notes.arrivals(frames.bodies(connection.recv(1 << 16)))
+    if "error" in (answer := json.loads(frames.answer)):
+        raise SystemExit(f"nats-server: {answer['error']}")
+    expected = answer["delivered"]["consumer_seq"] + answer["num_pending"]
+    print("ready", flush=True)
     connection.settimeout(0.1)
     while not notes.done:
+        notes.complete = not notes.live and notes.events >= expected
         try:
             data = connection.recv(1 << 20)
         except TimeoutError:
@@ -184,28 +190,38 @@ def jetstream(address: str, name: str, notes: Notes) -> None:
 
 
 def kafka(address: str, name: str, notes: Notes) -> None:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition  # noqa: PLC0415
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition  # noqa: PLC0415
 
     from relay.bench.broker import topic  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, notes.stop)
-    consumer = Consumer({"bootstrap.servers": address, "group.id": name, "enable.auto.commit": False})
+    consumer = Consumer(
+        {"bootstrap.servers": address, "group.id": name, "enable.auto.commit": False, "enable.partition.eof": True}
+    )
     partitions = consumer.list_topics(topic(name), timeout=10.0).topics[topic(name)].partitions
     consumer.assign([TopicPartition(topic(name), number, OFFSET_BEGINNING) for number in partitions])
     first = consumer.poll(1.0)  # connects
     print("ready", flush=True)
+    left = set(partitions)
     while not notes.done:
-        message, first = first or consumer.poll(0.1), None
-        if message is not None and not message.error():
+        message, first = first if first is not None else consumer.poll(0.1), None
+        if message is None:
+            continue
+        if (error := message.error()) is None:
             notes.arrivals(iter([message.value() or b""]))
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  its public name
+            left.discard(message.partition() or 0)
+            notes.complete = not notes.live and not left
     consumer.close()
 
 
 def main() -> None:
     kind, address, name, out, how = sys.argv[1:]
-    notes = Notes(None if how == "live" else float(how))
+    notes = Notes(live=how == "live")
     (jetstream if kind == "jetstream" else kafka)(address, name, notes)
     notes.save(Path(out))
+    while not notes.stopping:
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -74,9 +74,14 @@ def listener(place: Round, notes: Path, how: str = "live") -> Child:
 async def read_back(place: Round, folder: Path) -> dict[str, int]:
     """How many events a reader finds in the destination, and how many different rows they are."""
     notes = folder / f"{place.name}.read.json"
-    with listener(place, notes, "3") as reader:
-        await until(lambda: not reader.is_running, 3600.0, "the destination could not be read")
-        await reader.wait(1.0)
+    with listener(place, notes, "stored") as reader:
+
+        def written() -> bool:
+            reader.must_run()
+            return notes.exists()
+
+        await until(written, 3600.0, "the destination could not be read", 0.1)
+        reader.stop()
     heard = taken(notes)
     return {"events": heard["events"], "distinct": heard["distinct"]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from relay.bench.result import (
     read_report,
     summarise,
 )
-from relay.bench.subscriber import Notes
+from relay.bench.subscriber import Frames, Notes
 from relay.errors import ConfigError
 
 MODES = ("stream-pgoutput", "poll-snapshot@100ms", "poll-claim-4@100ms", "poll-claim-4@1s", "poll-claim<&>")
@@ -212,7 +213,7 @@ def test_two_results_are_compared_by_their_spread() -> None:
 
 
 def test_the_subscriber_tells_rows_apart_by_their_number(tmp_path: Path) -> None:
-    notes = Notes(None)
+    notes = Notes(live=True)
     plain = b'{"event_id":"x","payload":{"t": 1700000000000000, "item": "000000007", "note": "x"}}'
     escaped = b'{"payload":"{\\"t\\": 1700000000000001, \\"item\\": \\"000000008\\"}"}'
     notes.arrivals(iter([plain, escaped, plain, b"something else"]))
@@ -220,3 +221,24 @@ def test_the_subscriber_tells_rows_apart_by_their_number(tmp_path: Path) -> None
     saved = orjson.loads((tmp_path / "n.json").read_bytes())
     assert saved["written"] == [1700000000000000, 1700000000000001, 1700000000000000]
     assert (saved["events"], saved["distinct"]) == (4, 2)
+
+
+def test_nats_frames_are_cut_wherever_the_socket_cuts_them() -> None:
+    def headed(subject: bytes, head: bytes, body: bytes) -> bytes:
+        return b"HMSG %b %d %d\r\n%b%b\r\n" % (subject, len(head), len(head) + len(body), head, body)
+
+    stream = (
+        b'MSG box.made 2 10\r\n{"a": "b"}\r\n'
+        + headed(b"t.a 1 $JS.ACK.x", b"NATS/1.0\r\n\r\n", b"hello")
+        + b"PING\r\n"
+        + headed(b"box 1 $JS.FC.1", b"NATS/1.0 100 FlowControl Request\r\n\r\n", b"")
+        + b"MSG t.a 1 2\r\n\r\n\r\n"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for size in (1, 7, len(stream)):
+            frames = Frames(ours, "box")
+            pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+            assert [body for piece in pieces for body in frames.bodies(piece)] == [b"hello", b"\r\n"]
+            assert frames.answer == b'{"a": "b"}'
+            assert theirs.recv(1000) == b"PONG\r\nPUB $JS.FC.1 0\r\n\r\n"
