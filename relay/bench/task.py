@@ -18,7 +18,7 @@ from relay.bench.process import Child, until
 from relay.bench.result import Cpu, Measurement
 from relay.bench.tools import Tool
 
-STALLED = 30.0  # seconds without any progress
+STALLED = 120.0  # seconds without any progress; a JVM on a busy machine takes most of them to start
 
 
 @dataclass(frozen=True, slots=True)

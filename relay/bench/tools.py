@@ -21,7 +21,7 @@ from relay.bench.process import Child, postgres_tool, until
 from relay.bench.result import LIMIT, Sample
 from relay.embedded.process import free_port
 
-_START = 60.0
+_START = 120.0
 _STILL = 16
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
 
