@@ -40,7 +40,7 @@ format: $(READY) ## rewrite the code as ruff wants it
 chaos: services ## break everything while writers write, then count: docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
 
-bench: $(READY) ## measure: backlog and steady rate, with pg_recvlogical beside it
+bench: $(READY) ## measure the relay, with pg_recvlogical beside it (ARGS="--quick")
 	@$(BIN)/relay bench $(ARGS)
 
 peers: services ## install the tools that `make bench ARGS="--peer …"` measures beside the relay: bench/peers

@@ -182,7 +182,8 @@ def demo(
 
 benches = typer.Typer(help="Measure the relay on this machine, and compare results.")
 app.add_typer(benches, name="bench")
-OutFile = Annotated[Path | None, typer.Option(metavar="FILE")]
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write a line per figure to this file.", metavar="FILE")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a report with plots.", metavar="FILE")]
 
 
 @benches.callback(invoke_without_command=True)
@@ -224,9 +225,9 @@ def bench(
     broker: Annotated[
         str | None, typer.Option(help="Your own broker: a NATS URL, or Kafka's bootstrap servers.")
     ] = None,
-    save: OutFile = None,
-    csv: OutFile = None,
-    html: OutFile = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", metavar="FILE")] = None,
+    csv: CsvFile = None,
+    html: HtmlFile = None,
     json: Json = False,
 ) -> None:
     """Measure the relay on this machine: speed, latency, CPU, memory, what it costs Postgres; beside it the limit."""
@@ -274,9 +275,9 @@ def bench_compare(
 @benches.command("plot")
 def bench_plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT.json")],
-    svg: OutFile = None,
-    html: OutFile = None,
-    csv: OutFile = None,
+    svg: Annotated[Path | None, typer.Option(help="Write one picture.", metavar="FILE")] = None,
+    html: HtmlFile = None,
+    csv: CsvFile = None,
     scenario: Annotated[str, typer.Option(help="What the picture shows.")] = "backlog",
 ) -> None:
     """Make a picture, a report or a table from a result that was saved."""

@@ -10,7 +10,7 @@ from html import escape
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#0891b2", "#a16207", "#db2777")
 _INK, _FAINT = "#334155", "#cbd5e1"
 _FONT = 'font-family="system-ui, sans-serif"'
-_LABELS = 210  # room for names at the left
+_LETTER = 6.8  # width of one, about: for names at the left
 _ROW, _TOP = 26, 34
 
 
@@ -37,16 +37,17 @@ def bars(title: str, found: Sequence[Bar], *, legend: Sequence[str] = (), width:
     top = _TOP + (20 if legend else 0)
     height = top + _ROW * len(found) + 10
     highest = max((max(sum(bar.parts), bar.high or 0.0) for bar in found), default=0.0) or 1.0
-    room = width - _LABELS - 110
+    left = 24 + _LETTER * max((len(bar.label) for bar in found), default=0)
+    room = width - left - 110
 
     def x(value: float) -> float:
-        return _LABELS + room * max(value, 0.0) / highest
+        return left + room * max(value, 0.0) / highest
 
     body = [_text(8, 20, title, size=14, weight="600")]
-    body += _legend(legend, _LABELS, 38)
+    body += _legend(legend, left, 38)
     for number, bar in enumerate(found):
         y = top + number * _ROW
-        body.append(_text(_LABELS - 8, y + 15, bar.label, anchor="end"))
+        body.append(_text(left - 8, y + 15, bar.label, anchor="end"))
         at = 0.0
         for index, part in enumerate(bar.parts):
             colour = bar.colour or COLOURS[index % len(COLOURS)]

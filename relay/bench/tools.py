@@ -185,7 +185,7 @@ class RecvLogical:
         command += ["-F", "0"]  # no fsync, which the null device would refuse
         for name, value in self._options.items():
             command += ["-o", f"{name}={value}"]
-        self._child = Child(LIMIT, command)
+        self._child = Child(LIMIT, command, codes=(0, -15))  # before 16 it knows only SIGINT
         self.facts = {"version": self._round.arena.postgres_version, "command": f"{LIMIT} {' '.join(command[-4:])}"}
         return self._child
 

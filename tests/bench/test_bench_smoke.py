@@ -12,9 +12,13 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import psutil
+import psycopg
+from confluent_kafka.admin import AdminClient
 
 from relay.bench.result import read_report
 from relay.embedded.process import wait_until
+from tests.fix_kafka import Kafka
+from tests.fix_postgres import Postgres
 
 ROWS = 2000
 
@@ -63,7 +67,7 @@ def test_streaming_and_polling_side_by_side_lose_nothing(tmp_path: Path) -> None
 
 def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> None:
     sizes = ("--rows", str(ROWS), "--rate", "200", "--seconds", "2")
-    report = _bench("--scenario", "steady", "--scenario", "kill", *sizes)
+    report = _bench("--quick", "--mode", "stream-pgoutput", "--scenario", "steady", "--scenario", "kill", *sizes)
     steady, kill = report["measurements"]
     assert steady["stored"] == steady["rows"] > 0
     assert (steady["duplicates_seen"], steady["missing"]) == (0, 0)
@@ -71,6 +75,26 @@ def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> 
     assert 0 < steady["latency"]["p50_ms"] <= steady["latency"]["p99_ms"] <= steady["latency"]["max_ms"]
     assert kill["killed"]
     assert (kill["missing"], kill["duplicates_seen"]) == (0, 0)  # the stream is fenced
+
+
+def test_your_own_servers_are_left_as_they_were(postgres: Postgres, kafka: Kafka) -> None:
+    servers = ("--dsn", postgres.dsn(), "--broker", kafka.bootstrap)
+    report = _bench(
+        "--scenario", "backlog", "--sink", "kafka-exactly-once", "--no-limit", "--rows", str(ROWS), *servers
+    )
+    (relay,) = report["measurements"]
+    assert (relay["stored"], relay["missing"], relay["duplicates_seen"]) == (ROWS, 0, 0)
+    assert relay["cpu_seconds"]["postgres"] is None  # not ours to look into
+    with psycopg.connect(postgres.dsn(), autocommit=True) as session:
+        for query in (
+            "SELECT datname FROM pg_database WHERE datname LIKE 'relay_bench%'",
+            "SELECT slot_name FROM pg_replication_slots WHERE slot_name LIKE 'relay_bench%'",
+        ):
+            assert session.execute(query.encode()).fetchall() == []
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    assert wait_until(
+        lambda: not [name for name in admin.list_topics(timeout=10.0).topics if name.startswith("relay_bench")], 30.0
+    )
 
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
