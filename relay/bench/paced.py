@@ -18,6 +18,7 @@ from relay.bench.task import Entry, Task, listener, settled, taken, used
 
 _CLIENTS = 4
 _ROWS_PER_CLIENT = 500  # a second, at most: each waits for its commit's fsync
+_WARM_UP = 10_000  # rows that a tool moves before the steady rate begins
 _TPS = re.compile(r"^tps = ([\d.]+)", re.MULTILINE)
 
 
@@ -55,6 +56,9 @@ async def steady(task: Task, base: Round, entries: Sequence[Entry]) -> list[Meas
     notes, script = _files(task, base)
     with tool.process() as child, listener(_outlet(entry, base), notes) as subscriber:
         await tool.ready(child)
+        # A JVM that has only just started falls behind, and the window would show how it catches up.
+        await base.insert(_WARM_UP, scenario.per_transaction, task.plan.keys)
+        await settled(entry.place, child, _WARM_UP)
         task.say(f"{scenario.rate:,} rows per second for {scenario.warmup + scenario.seconds:g} s")
         seconds = scenario.warmup + scenario.seconds + 1  # beyond the window's end
         with Child("pgbench", _pgbench(base, script, seconds, scenario.rate)) as writer:
