@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-docker unit lint format chaos bench lock services clean
+.PHONY: help demo test test-docker unit lint format chaos bench peers lock services clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 BIN := .venv/bin
@@ -40,8 +40,11 @@ format: $(READY) ## rewrite the code as ruff wants it
 chaos: services ## break everything while writers write, then count: docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
 
-bench: $(READY) ## measure: backlog and steady rate, with pg_recvlogical beside it
+bench: $(READY) ## measure the relay, with pg_recvlogical beside it (ARGS="--quick")
 	@$(BIN)/relay bench $(ARGS)
+
+peers: services ## install the tools that `make bench ARGS="--peer …"` measures beside the relay: bench/peers
+	@$(BIN)/python -m bench.peers
 
 services: $(READY) ## install what the tests' servers need and pip cannot bring
 	@if [ "$${RELAY_TEST_SERVICES:-embedded}" = embedded ]; then \

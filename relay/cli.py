@@ -182,17 +182,45 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+benches = typer.Typer(help="Measure the relay on this machine, and compare results.")
+app.add_typer(benches, name="bench")
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write a line per figure to this file.", metavar="FILE")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a report with plots.", metavar="FILE")]
+
+
+@benches.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="backlog, steady, idle, big-transaction; repeatable. All by default.")
+        list[str] | None,
+        typer.Option(
+            help="backlog, steady, burst, idle, big-transaction, small-transactions, busy-neighbours, slow-broker, "
+            "writers, kill; repeatable."
+        ),
     ] = None,
-    sink: Annotated[str, typer.Option(help="jetstream or kafka.")] = "jetstream",
-    rows: Annotated[int | None, typer.Option(help="Rows to drain.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="stream-pgoutput, stream-wal2json, poll-snapshot@1s, poll-claim-4@100ms, …; repeatable."),
+    ] = None,
+    sink: Annotated[
+        list[str] | None,
+        typer.Option(help="jetstream, jetstream-shared, jetstream-relaxed, kafka, kafka-exactly-once; repeatable."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another tool, from bench/peers of the repository; repeatable.")
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="A mode or tool of this run: ratios against it are shown.")] = "",
+    rows: Annotated[int | None, typer.Option(help="Rows to drain, or of a burst.")] = None,
     rate: Annotated[int | None, typer.Option(help="Rows per second of the steady scenario.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Length of the steady and idle windows.")] = None,
-    repeat: Annotated[int, typer.Option(help="Rounds, interleaved; medians and spread are shown.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: a first impression.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="Length of the measured window.")] = None,
+    keys: Annotated[int | None, typer.Option(help="Different keys: 1 is a single hot one. 1000 by default.")] = None,
+    repeat: Annotated[int | None, typer.Option(help="Rounds, interleaved; medians and spread are shown.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first impression, in less than two minutes.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Everything, three times: takes hours.")] = False,
+    limit: Annotated[bool, typer.Option("--limit/--no-limit", help="pg_recvlogical beside every drain.")] = True,
+    postgres: Annotated[
+        str | None, typer.Option(help="Version of the private Postgres: 18; 15 if wal2json is measured.")
+    ] = None,
     dsn: Annotated[
         str | None, typer.Option(help="Your own Postgres instead of a private one; a database is created and dropped.")
     ] = None,
@@ -200,35 +228,73 @@ def bench(
         str | None, typer.Option(help="Your own broker: a NATS URL, or Kafka's bootstrap servers.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", metavar="FILE")] = None,
+    csv: CsvFile = None,
+    html: HtmlFile = None,
     json: Json = False,
 ) -> None:
-    """Measure the relay on this machine: speed, latency, CPU, memory, with pg_recvlogical beside it as the limit."""
+    """Measure the relay on this machine: speed, latency, CPU, memory, what it costs Postgres; beside it the limit."""
+    if context.invoked_subcommand is not None:
+        return
     with _Explained():
-        try:
-            from relay.bench import plan, render, runner  # noqa: PLC0415
-        except ModuleNotFoundError as missing:
-            raise OperatorError(
-                f"the benchmark needs {missing.name}", hint="pip install 'pg-outbox-relay[embedded]'"
-            ) from None
-        asked = plan.make_plan(
+        command = _bench_command()
+        asked = command.asked(
             scenario or [],
-            sink=sink,
+            sinks=sink or [],
+            modes=mode or [],
+            peers=peer or [],
+            baseline=baseline,
             repeat=repeat,
             quick=quick,
+            full=full,
+            limit=limit,
+            keys=keys,
             rows=rows,
             rate=rate,
             seconds=seconds,
+            postgres=postgres,
             dsn=dsn,
             broker=broker,
         )
-    report = _go(runner.run(asked, lambda text: typer.echo(text, err=True)))
-    if save is not None:
-        import orjson  # noqa: PLC0415
-
-        save.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    _print(report, render.render, json=json)
+    report = _go(command.measured(asked))
+    command.write(report, save=save, csv=csv, html=html)
+    _print(report, command.render, json=json)
     if not report.correct:
         raise typer.Exit(1)
+
+
+@benches.command("compare")
+def bench_compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json")],
+    after: Annotated[Path, typer.Argument(metavar="B.json")],
+    json: Json = False,
+) -> None:
+    """Set two results against each other, figure by figure."""
+    with _Explained():
+        found = _bench_command().compared_files(before, after)
+    _print(found, _bench_command().render_comparison, json=json)
+
+
+@benches.command("plot")
+def bench_plot(
+    result: Annotated[Path, typer.Argument(metavar="RESULT.json")],
+    svg: Annotated[Path | None, typer.Option(help="Write one picture.", metavar="FILE")] = None,
+    html: HtmlFile = None,
+    csv: CsvFile = None,
+    scenario: Annotated[str, typer.Option(help="What the picture shows.")] = "backlog",
+) -> None:
+    """Make a picture, a report or a table from a result that was saved."""
+    with _Explained():
+        _bench_command().plot(result, svg=svg, html=html, csv=csv, scenario=scenario)
+
+
+def _bench_command() -> Any:
+    try:
+        from relay.bench import command  # noqa: PLC0415
+    except ModuleNotFoundError as missing:
+        raise OperatorError(
+            f"the benchmark needs {missing.name}", hint="pip install 'pg-outbox-relay[embedded]'"
+        ) from None
+    return command
 
 
 @app.command("import-debezium")

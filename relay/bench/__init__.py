@@ -1,12 +1,14 @@
 """`relay bench`: how fast, how late, at what cost, on your machine, and beside it the limit (`pg_recvlogical`).
 
-    plan.py       what is measured: scenarios, modes, sinks, as data
-    arena.py      where: servers, and per round a fresh database and its rows
-    broker.py     the broker as seen from outside: what it has stored
-    tools.py      who: the relay, `pg_recvlogical`; later the rivals
-    scenarios.py  how: drain, steady, idle
+    plan.py       what is measured: scenarios and options, as data; modes.py ways of reading and writing, by name
+    arena.py      where: servers, and per round a fresh database; load.py its rows
+    broker.py     the broker as seen from outside: what it has stored; proxy.py makes it slow
+    tools.py      who: the relay, `pg_recvlogical`; peers.py the door for rivals; contest.py who is set against whom
+    scenarios.py  how: drain.py, kill.py, paced.py, with what task.py shares; subscriber.py listens
     runner.py     rounds, interleaved
-    result.py     the figures (pure), render.py the table
+    result.py     the figures (pure); figures.py how they are called and written
+    render.py     tables; export.py CSV; html.py, picture.py and svg.py plots; compare.py two results
+    command.py    what the options of cli.py lead to
 
 Everything is measured from outside the process under test. It must never touch a table, stream or topic that it did
 not create, and it leaves nothing behind: no process, no database, no slot, no stream.

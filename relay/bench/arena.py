@@ -1,6 +1,6 @@
 """Where a run happens: Postgres and a broker for the whole run, and for each round a database of its own.
 
-A fresh database, with a slot per tool that is made before the rows, gives every tool the same rows to read.
+A fresh database, with everything that a tool needs made before the rows, gives every tool the same rows to read.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, LiteralString
 
@@ -16,11 +16,13 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from relay.bench.broker import BROKERS, Broker
+from relay.bench.broker import BROKERS, Broker, topic
+from relay.bench.load import FUNCTIONS
 from relay.bench.meter import cpu, tree_cpu
-from relay.bench.plan import KEYS, PAYLOAD_BYTES, Plan
+from relay.bench.modes import Kind, Sink
+from relay.bench.plan import PAYLOAD_BYTES, Plan, Scenario
 from relay.bench.process import BenchError, until
-from relay.bench.result import Cpu
+from relay.bench.result import Cpu, State
 from relay.config import Config
 from relay.embedded import PostgresServer
 from relay.setup import setup
@@ -30,30 +32,6 @@ Say = Callable[[str], None]
 
 # As in the measurements of other tools that ours are compared with.
 _SETTINGS: dict[str, str | int] = {"shared_buffers": "512MB", "max_wal_size": "8GB"}
-
-# "t" is when the row was written, for latencies. All parts have a fixed width, so every payload has the same size.
-_LINES = '[{"sku": "A-100", "count": 2}, {"sku": "B-7", "count": 1}]'
-_HEAD = f'{{"t": %s, "item": "%s", "state": "created", "lines": {_LINES}, "note": "'
-_NOTE = "x" * (PAYLOAD_BYTES - len(_HEAD) - len('"}') + len("%s%s") - 16 - 9)
-_FUNCTIONS = f"""
-CREATE FUNCTION bench_payload(n bigint) RETURNS jsonb LANGUAGE sql VOLATILE AS $$
-    SELECT format('{_HEAD}{_NOTE}"}}', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
-                  lpad(n::text, 9, '0'))::jsonb
-$$;
-CREATE PROCEDURE bench_load(total bigint, per_transaction bigint) LANGUAGE plpgsql AS $$
-BEGIN
-    FOR start_at IN 1..total BY per_transaction LOOP
-        INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload)
-        SELECT 'order', 'key-' || (n % {KEYS}), 'created', bench_payload(n)
-        FROM generate_series(start_at, least(start_at + per_transaction - 1, total)) AS n;
-        COMMIT;
-    END LOOP;
-END $$;
-"""
-PGBENCH = f"""\\set n random(1, 999999999)
-INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload)
-VALUES ('order', 'key-' || (:n % {KEYS})::text, 'created', bench_payload(:n));
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +45,51 @@ class Arena:
     postgres_version: str
 
     @contextlib.asynccontextmanager
-    async def round(self) -> AsyncIterator[Round]:
-        """A fresh database and a fresh destination, both gone afterwards."""
+    async def database(self, sink: Sink) -> AsyncIterator[Round]:
+        """A fresh database with an empty outbox, gone afterwards."""
         name = f"relay_bench_{secrets.token_hex(4)}"
         async with await _connect(self.dsn) as admin:
             await admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
             try:
                 dsn = make_conninfo(self.dsn, dbname=name)
+                await setup(Config.model_validate({"database": {"dsn": dsn}}))
                 async with await _connect(dsn) as session:
-                    await self.broker.create(name)
-                    yield Round(self, name, dsn, session)
+                    await session.execute(FUNCTIONS.encode())
+                    yield Round(self, name, dsn, session, sink)
             finally:
-                await self.broker.drop(name)
                 await _drop(admin, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One database, and a destination of the same name in the broker."""
+    """One database, and a destination in the broker; those who share the database have a destination each."""
 
     arena: Arena
     name: str
     dsn: str
     session: Connection
+    sink: Sink
 
     @property
     def broker(self) -> Broker:
         return self.arena.broker
+
+    @property
+    def topic(self) -> str:
+        """Subject or topic of every event."""
+        return topic(self.name)
+
+    @contextlib.asynccontextmanager
+    async def destination(self, number: int, sink: Sink, delay: float = 0.0) -> AsyncIterator[Round]:
+        """The same database for one tool, with a destination of its own; `delay` holds the broker back."""
+        name = f"{self.name}_{number}"
+        async with contextlib.AsyncExitStack() as stack:
+            broker = await stack.enter_async_context(self.broker.slow(delay)) if delay else self.broker
+            await self.broker.create(name)
+            try:
+                yield replace(self, name=name, sink=sink, arena=replace(self.arena, broker=broker))
+            finally:
+                await self.broker.drop(name)
 
     async def stored(self) -> int:
         return await self.broker.stored(self.name)
@@ -102,25 +98,50 @@ class Round:
         row = await (await self.session.execute(query, values)).fetchone()
         return row[0] if row else None
 
-    async def set_up(self, config: Config) -> None:
-        await setup(config)
-        await self.session.execute(_FUNCTIONS.encode())
-
-    async def load(self, rows: int, per_transaction: int) -> None:
-        """Fill the table, and leave Postgres nothing to do that a measurement would see."""
+    async def load(self, scenario: Scenario, keys: int) -> float:
+        """Fill the table, and leave Postgres nothing to do that a measurement would see. Returns WAL bytes per row."""
+        before = await self.state()
         await self.session.execute("SET synchronous_commit = off")
-        await self.session.execute(f"CALL bench_load({rows}, {per_transaction or rows})".encode())
+        await self.insert(scenario.rows, scenario.per_transaction, keys, scenario.neighbours)
         await self.session.execute("RESET synchronous_commit")
+        written = (await self.state()).lsn - before.lsn
         await self.session.execute("VACUUM ANALYZE outbox_events")
         await self.session.execute("CHECKPOINT")
-        size = await self.value("SELECT max(octet_length(payload::text)) FROM outbox_events")
+        size = await self.value("SELECT octet_length(payload::text) FROM outbox_events LIMIT 1")
         if size != PAYLOAD_BYTES:
             raise BenchError(f"the payloads have {size} bytes instead of {PAYLOAD_BYTES}")
+        return round(written / scenario.rows, 1)
+
+    async def insert(self, rows: int, per_transaction: int, keys: int, neighbours: float = 0.0) -> None:
+        await self.session.execute(f"CALL bench_load({rows}, {per_transaction or rows}, {keys}, {neighbours})".encode())
 
     async def walsender(self, slot: str) -> int | None:
         """The process that serves the slot."""
         pid = await self.value("SELECT active_pid FROM pg_replication_slots WHERE slot_name = %s", slot)
         return int(pid) if pid is not None else None
+
+    async def state(self) -> State:
+        """How much was written, and what the table has become."""
+        row = await (
+            await self.session.execute(
+                """
+                SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, pg_table_size(c.oid), pg_indexes_size(c.oid),
+                       pg_stat_get_dead_tuples(c.oid)
+                FROM pg_class c WHERE c.oid = 'outbox_events'::regclass
+                """
+            )
+        ).fetchone()
+        assert row is not None
+        return State(*(int(value) for value in row))
+
+    async def retained(self, slot: str) -> int | None:
+        """Bytes of WAL that Postgres keeps for the slot."""
+        if not slot:
+            return None
+        found = await self.value(
+            "SELECT pg_current_wal_lsn() - restart_lsn FROM pg_replication_slots WHERE slot_name = %s", slot
+        )
+        return int(found) if found is not None else None
 
     async def costs(self, tool: int | None, slot: str) -> Cpu:
         """What everybody has used so far. A walsender lives as long as its client, so its own start is its zero."""
@@ -135,17 +156,17 @@ class Round:
 
 
 @contextlib.asynccontextmanager
-async def open_arena(plan: Plan, say: Say) -> AsyncIterator[Arena]:
+async def open_arena(plan: Plan, kind: Kind, say: Say) -> AsyncIterator[Arena]:
     """Start what the user did not give."""
     with contextlib.ExitStack() as stack:
         pid, bindir, dsn = None, None, plan.dsn
         if dsn is None:
-            say("starting PostgreSQL 18")
-            server = stack.enter_context(PostgresServer("18", settings=_SETTINGS))
+            say(f"starting PostgreSQL {plan.postgres}")
+            server = stack.enter_context(PostgresServer(plan.postgres, settings=_SETTINGS))
             pid, bindir, dsn = server.pid, server.bindir, server.dsn()
         async with await _connect(dsn) as session:
             row = await (await session.execute("SHOW server_version")).fetchone()
-        async with BROKERS[plan.sink](plan, say) as broker:
+        async with BROKERS[kind](plan, say) as broker:
             yield Arena(broker, dsn, pid, bindir, row[0] if row else "")
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import re
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import nats
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
@@ -22,9 +25,11 @@ from nats.errors import Error as NatsError
 from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 
+from relay.bench.modes import Kind, Sink
 from relay.bench.plan import PAYLOAD_BYTES, Plan
-from relay.bench.process import BenchError
+from relay.bench.process import BenchError, Child
 from relay.embedded import KafkaServer, NatsServer
+from relay.embedded.process import free_port
 
 _PARTITIONS = 4
 _WARM_UP = 300_000  # events until the JVM has compiled what it will compile
@@ -34,6 +39,7 @@ _TIMEOUT = 30.0
 class Broker(Protocol):
     """One broker for a whole run."""
 
+    kind: Kind
     pid: int | None  # None: not ours, so its CPU is not visible
     address: str
     version: str
@@ -43,13 +49,22 @@ class Broker(Protocol):
     async def stored(self, name: str) -> int: ...
     async def drop(self, name: str) -> None: ...
 
-    def sink(self, name: str) -> dict[str, Any]:
+    async def ensure(self, name: str) -> None:
+        """Make the destination, for a tool that does not do it by itself."""
+
+    def slow(self, delay: float) -> contextlib.AbstractAsyncContextManager[Broker]:
+        """The same broker at another address, behind which everything takes `delay` longer, each way."""
+        ...
+
+    def sink(self, name: str, sink: Sink) -> dict[str, Any]:
         """The relay's [sink] for the destination `name`."""
         ...
 
 
 class JetStreamBroker:
     """Streams: one per round, R1 on file, created by the relay itself as users do."""
+
+    kind: Kind = "jetstream"
 
     def __init__(self, client: Client, address: str, pid: int | None) -> None:
         self._client = client
@@ -60,6 +75,9 @@ class JetStreamBroker:
 
     async def create(self, name: str) -> None:
         """Nothing to do: the relay creates the stream at its first start."""
+
+    async def ensure(self, name: str) -> None:
+        await self._js.add_stream(name=name, subjects=[f"{name}.>"])
 
     async def exists(self, name: str) -> bool:
         return await self._info(name) is not None
@@ -80,19 +98,38 @@ class JetStreamBroker:
         with contextlib.suppress(NatsError):
             await self._js.delete_stream(name)
 
-    def sink(self, name: str) -> dict[str, Any]:
+    @contextlib.asynccontextmanager
+    async def slow(self, delay: float) -> AsyncIterator[Broker]:
+        parts = urlsplit(self.address)
+        port = free_port()
+        user, at, _ = parts.netloc.rpartition("@")
+        with _proxy(port, parts.hostname or "127.0.0.1", parts.port or 4222, delay):
+            yield self._at(parts._replace(netloc=f"{user}{at}127.0.0.1:{port}").geturl())
+
+    def _at(self, address: str) -> Broker:
+        other = copy.copy(self)
+        other.address = address
+        return other
+
+    def sink(self, name: str, sink: Sink) -> dict[str, Any]:
         stream = {"name": name, "subjects": [f"{name}.>"], "create": True}
-        return {"kind": "jetstream", "jetstream": {"servers": [self.address], "streams": [stream]}}
+        return {"kind": "jetstream", "jetstream": {"servers": [self.address], "streams": [stream], **sink.config}}
 
 
 class KafkaBroker:
-    """Topics: one per round, four partitions."""
+    """Topics: one per round, four partitions. `far` are the ports of a listener that expects a proxy before it."""
 
-    def __init__(self, address: str, pid: int | None) -> None:
+    kind: Kind = "kafka"
+
+    def __init__(self, address: str, pid: int | None, far: tuple[int, int] | None = None, version: str = "") -> None:
         self._admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
         self.address = address
         self.pid = pid
-        self.version = "kafka"
+        self.version = f"kafka {version}".rstrip()
+        self._far = far
+
+    async def ensure(self, name: str) -> None:
+        """create() has made it."""
 
     async def create(self, name: str) -> None:
         # By hand, so that the number of partitions does not depend on the broker's default.
@@ -106,12 +143,25 @@ class KafkaBroker:
         return await asyncio.to_thread(self._stored, topic(name))
 
     async def drop(self, name: str) -> None:
-        with contextlib.suppress(BenchError):
-            await asyncio.to_thread(_result, self._admin.delete_topics([topic(name)])[topic(name)])
+        for future in self._admin.delete_topics([topic(name), _positions(name)]).values():
+            with contextlib.suppress(BenchError):  # only exactly-once makes the second
+                await asyncio.to_thread(_result, future)
 
-    def sink(self, name: str) -> dict[str, Any]:
-        options = {"bootstrap.servers": self.address}
-        return {"kind": "kafka", "kafka": {"topics": [topic(name)], "options": options}}
+    @contextlib.asynccontextmanager
+    async def slow(self, delay: float) -> AsyncIterator[Broker]:
+        if self._far is None:
+            raise BenchError("this Kafka has no listener to stand before")
+        listens, advertised = self._far
+        with _proxy(advertised, "127.0.0.1", listens, delay):
+            other = copy.copy(self)
+            other.address = f"127.0.0.1:{advertised}"
+            yield other
+
+    def sink(self, name: str, sink: Sink) -> dict[str, Any]:
+        section = {"topics": [topic(name)], "options": {"bootstrap.servers": self.address}, **sink.config}
+        if sink.transactions:
+            section["position_topic"] = _positions(name)
+        return {"kind": "kafka", "kafka": section}
 
     async def warm_up(self, events: int) -> None:
         """A JVM that was just started would be measured compiling itself."""
@@ -142,11 +192,11 @@ class KafkaBroker:
             raise BenchError("the warm-up of Kafka did not end")
 
     def _stored(self, name: str) -> int:
-        # Nothing of our own topic is ever deleted, and without transactions every offset is an event.
+        # Nothing of our own topic is ever deleted, so every offset is an event, or, with transactions, a marker.
         ends: Any = OffsetSpec  # untyped
         asked = {TopicPartition(name, number): ends.latest() for number in range(_PARTITIONS)}
         futures = self._admin.list_offsets(
-            asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=_TIMEOUT
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_TIMEOUT
         )
         return sum(_result(future).offset for future in futures.values())
 
@@ -154,6 +204,34 @@ class KafkaBroker:
 def topic(name: str) -> str:
     """Where the rows of destination `name` go: they all have the same type."""
     return f"{name}.order.created"
+
+
+def _positions(name: str) -> str:
+    return f"{name}.positions"
+
+
+def _proxy(port: int, host: str, target: int, delay: float) -> Child:
+    command = [sys.executable, "-m", "relay.bench.proxy", str(port), host, str(target), str(delay)]
+    return Child("proxy", command, ready="ready")
+
+
+class _FarKafka(KafkaServer):
+    """A second listener tells its clients to come to the port where a proxy stands."""
+
+    def __init__(self) -> None:
+        super().__init__(fast_start=False)
+        self.far = free_port(), free_port()
+        listens, advertised = self.far
+        for name, value in {
+            "listeners": f"FAR://127.0.0.1:{listens}",
+            "advertised.listeners": f"FAR://127.0.0.1:{advertised}",
+            "listener.security.protocol.map": "FAR:PLAINTEXT",
+        }.items():
+            self._properties[name] += f",{value}"
+
+    @property
+    def release(self) -> str:
+        return next((jar.stem.rpartition("-")[2] for jar in self._jars.glob("kafka_2.13-*.jar")), "")
 
 
 def _plain(version: object) -> str:
@@ -193,8 +271,8 @@ async def _kafka(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker
             yield KafkaBroker(plan.broker, None)
             return
         say("starting Kafka, and warming it up")
-        server = stack.enter_context(KafkaServer(fast_start=False))
-        broker = KafkaBroker(server.bootstrap, server.pid)
+        server = stack.enter_context(_FarKafka())
+        broker = KafkaBroker(server.bootstrap, server.pid, server.far, server.release)
         await broker.warm_up(_WARM_UP // (3 if plan.quick else 1))
         yield broker
 

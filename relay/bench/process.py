@@ -8,15 +8,21 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import relay
 from relay.embedded import Server
 from relay.errors import RelayError, SetupError
 
-# The user's RELAY_* and PG* variables must not reach the processes under test.
-_ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+# The user's RELAY_* and PG* variables must not reach the processes under test; the relay in them is this one.
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONPATH": str(Path(relay.__file__).parents[1]),
+}
 
 
 class BenchError(RelayError):
@@ -24,14 +30,27 @@ class BenchError(RelayError):
 
 
 class Child(Server):
-    """One process: `start` returns when it runs, or, with `ready`, when its log has that word."""
+    """One process: `start` returns when it runs, or, with `ready`, when its log has that word.
 
-    def __init__(self, name: str, command: Sequence[str], *, ready: str = "") -> None:
+    `codes` are the exit codes of a good end, `environment` is added to the little that a child gets.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        ready: str = "",
+        codes: Sequence[int] = (0,),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         super().__init__()
         self.command = list(command)
         self.returncode: int | None = None
         self._word = ready
+        self._codes = tuple(codes)
+        self._environment = _ENVIRONMENT | dict(environment or {})
 
     def _command(self) -> list[str]:
         return self.command
@@ -40,7 +59,7 @@ class Child(Server):
         return subprocess.Popen(
             self.command,
             cwd=self.folder,
-            env=_ENVIRONMENT,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -61,19 +80,19 @@ class Child(Server):
             raise BenchError(f"{self.name} ended by itself", hint=self.log_tail())
 
     async def wait(self, timeout: float) -> None:
-        """Wait for an end with exit code 0."""
+        """Wait for a good end."""
         await until(lambda: not self.is_running, timeout, f"{self.name} did not end")
         self._reap(0)
         self._must_have_succeeded()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Ask the process to end, and expect exit code 0."""
+        """Ask the process to end, and expect a good end."""
         self.must_run()
         super().stop(timeout)
         self._must_have_succeeded()
 
     def _must_have_succeeded(self) -> None:
-        if self.returncode != 0:
+        if self.returncode not in self._codes:
             raise BenchError(f"{self.name} ended with exit code {self.returncode}", hint=self.log_tail())
 
 

@@ -1,109 +1,99 @@
-"""The report as a table for people. Medians; the spread stands beside them when there were repetitions."""
+"""The report as tables for people, readable in 100 columns. Medians; with repetitions the spread stands beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relay.bench.figures import FIGURES, Figure
+from relay.bench.modes import SINKS
 from relay.bench.plan import Scenario
 from relay.bench.result import LIMIT, Report, Spread, Summary
 
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    title: str
-    figure: str
-    shown: Callable[[float], str]
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _one(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def _two(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:.0f}"
-
-
-_ROWS = (
-    _Row("events/s", "events_per_second", _count),
-    _Row("events/s, second half", "second_half_events_per_second", _count),
-    _Row("share of the limit", "ratio_to_limit", _percent),
-    _Row("start to first event, s", "start_to_first_seconds", _two),
-    _Row("commit to arrival p50, ms", "p50_ms", _two),
-    _Row("p95, ms", "p95_ms", _two),
-    _Row("p99, ms", "p99_ms", _two),
-    _Row("max, ms", "max_ms", _two),
-    _Row("CPU per event, µs", "cpu_us_per_event.tool", _one),
-    _Row("  walsender", "cpu_us_per_event.walsender", _one),
-    _Row("  Postgres, walsender included", "cpu_us_per_event.postgres", _one),
-    _Row("  broker", "cpu_us_per_event.broker", _one),
-    _Row("CPU, share of a core", "cores.tool", _percent),
-    _Row("  walsender", "cores.walsender", _percent),
-    _Row("  Postgres, walsender included", "cores.postgres", _percent),
-    _Row("  broker", "cores.broker", _percent),
-    _Row("peak memory, MB", "peak_rss_bytes", _megabytes),
-)
+_WIDTH = 100
+_TITLES = 29  # of the figures' column, with its frame
 
 
 def render(report: Report) -> RenderableType:
-    """One table per scenario, with the figures that it has."""
+    """One table per scenario and broker, with the figures that it has; a wide one goes on below."""
     facts = report.environment
     head = f"relay {facts['relay']}, PostgreSQL {facts['postgres']}, {facts['broker']}, {facts['cores']} cores"
-    tables = [
-        _table(scenario, [each for each in report.summaries if each.scenario == scenario.name])
-        for scenario in report.plan.scenarios
-    ]
-    parts: list[RenderableType] = [Text(head, style="dim"), *tables]
+    parts: list[RenderableType] = [Text(head, style="dim")]
+    for scenario in report.plan.scenarios:
+        found = [each for each in report.summaries if each.scenario == scenario.name]
+        for kind in dict.fromkeys(SINKS[each.sink].kind for each in found):
+            parts += _tables(scenario, [each for each in found if SINKS[each.sink].kind == kind])
+    parts += [Text(f"Left open: {what}: {why}") for what, why in report.left_open.items()]
+    if report.plan.baseline:
+        parts.append(Text(f"Baseline: {report.plan.baseline}, in the same repetition.", style="dim"))
     load = facts["load_average_at_start"][0]
     if load > 0.5:
         parts.append(Text(f"The machine was busy before the run (load {load:.1f}): take the ratios, not the figures."))
     return Group(*parts)
 
 
-def _table(scenario: Scenario, summaries: list[Summary]) -> Table:
-    """A column per tool: there are more figures than fit side by side."""
-    title = f"{scenario.name}: {_size(scenario)}, {summaries[0].sink}, runs: {summaries[0].repetitions}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for each in summaries:
-        table.add_column(f"{each.tool}\n{each.mode}", justify="right")
-    for row in _ROWS:
-        if any(row.figure in each.figures for each in summaries):
-            table.add_row(row.title, *(_cell(row, each.figures.get(row.figure)) for each in summaries))
-    table.add_row("every row arrived once", *(_complete(each) for each in summaries))
-    return table
-
-
-def _size(scenario: Scenario) -> str:
-    if scenario.kind == "drain":
-        return f"{scenario.rows:,} rows, {scenario.per_transaction or scenario.rows:,} in a transaction"
+def size(scenario: Scenario) -> str:
+    """How much of it there was."""
+    if scenario.kind in {"drain", "kill"}:
+        each = scenario.per_transaction or scenario.rows
+        return f"{scenario.rows:,} rows, {each:,} in a transaction"
+    if scenario.kind == "burst":
+        return f"{scenario.rows:,} rows at once, every {scenario.every:g} s"
     return f"{scenario.rate:,} rows/s for {scenario.seconds:g} s" if scenario.rate else f"{scenario.seconds:g} s"
 
 
-def _complete(summary: Summary) -> RenderableType:
-    if summary.tool == LIMIT:
-        return ""
-    return "yes" if summary.correct else Text("NO", style="bold red")
+def _tables(scenario: Scenario, summaries: Sequence[Summary]) -> list[Table]:
+    """A column per tool: there are more figures than fit side by side. As many columns as fit stand in one table."""
+    figures = [figure for figure in FIGURES if any(figure.name in each.figures for each in summaries)]
+    sinks = dict.fromkeys(each.sink for each in summaries if each.tool != LIMIT)
+    titles = [figure.title for figure in figures] + ["every row arrived"]
+    tables: list[Table] = []
+    for chunk in _fitting([_column(each, figures, several=len(sinks) > 1) for each in summaries]):
+        more = ", continued" if tables else ""
+        title = f"{scenario.name}: {size(scenario)}, {', '.join(sinks)}, runs: {summaries[0].repetitions}{more}"
+        # Said, not found out: where there is no terminal it would be squeezed into 80 columns.
+        width = 4 + max(map(len, titles)) + sum(map(_width, chunk))
+        table = Table("", *(column[0] for column in chunk), title=title, title_justify="left", width=width)
+        for column in table.columns[1:]:
+            column.justify = "right"
+            column.no_wrap = True
+        for number, name in enumerate(titles, start=1):
+            cells = [column[number] for column in chunk]
+            table.add_row(name, *(Text(cell, style="bold red" if cell == "NO" else "") for cell in cells))
+        tables.append(table)
+    return tables
 
 
-def _cell(row: _Row, spread: Spread | None) -> str:
+def _fitting(columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
+    chunks: list[list[Sequence[str]]] = []
+    room = 0
+    for column in columns:
+        width = _width(column)
+        if not chunks or room < width:
+            chunks.append([])
+            room = _WIDTH - _TITLES - 1
+        chunks[-1].append(column)
+        room -= width
+    return chunks
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(len(line) for cell in column for line in cell.split("\n")) + 3
+
+
+def _column(summary: Summary, figures: Sequence[Figure], *, several: bool) -> list[str]:
+    complete = "" if summary.tool == LIMIT else "yes" if summary.correct else "NO"
+    cells = [_cell(figure, summary.figures.get(figure.name)) for figure in figures]
+    sink = f"\n{summary.sink}" if several and summary.tool != LIMIT else ""
+    return [f"{summary.tool}\n{summary.mode}{sink}", *cells, complete]
+
+
+def _cell(figure: Figure, spread: Spread | None) -> str:
     if spread is None:
         return ""
-    shown = row.shown(spread.median)
-    return shown if spread.low == spread.high else f"{shown}  ({row.shown(spread.low)} … {row.shown(spread.high)})"
+    shown = figure.shown(spread.median)
+    low, high = figure.shown(spread.low), figure.shown(spread.high)
+    return shown if low == high else f"{shown} ({low}…{high})"

@@ -1,16 +1,26 @@
-"""The figures: one `Measurement` per tool, scenario and repetition, and what several of them say together. Pure."""
+"""The figures: one `Measurement` per tool, scenario and repetition, and what several of them say together. Pure.
+
+All of it is data of the standard library, so that a result file can be read back as what it was.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from relay.bench.plan import Plan
+from pydantic import TypeAdapter, ValidationError
 
+from relay.bench.plan import Plan
+from relay.errors import ConfigError
+
+FORMAT = 2  # of the JSON
 LIMIT = "pg_recvlogical"
+# The quantiles that draw the curve of all latencies.
+QUANTILES = (*(n / 20 for n in range(20)), 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,7 @@ class Latency:
     p95_ms: float
     p99_ms: float
     max_ms: float
+    curve_ms: tuple[float, ...] = ()  # at QUANTILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,47 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """What Postgres has written so far, in bytes, and what the outbox table is like."""
+
+    lsn: int
+    table_bytes: int
+    index_bytes: int
+    dead_tuples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the tool left in the database: beyond the load, from its start to its end."""
+
+    wal_bytes_per_event: float | None  # None: others wrote meanwhile
+    wal_retained_bytes: int | None  # the most that its slot held; None: no slot
+    dead_tuples: int  # that no vacuum has taken yet
+    table_growth_bytes: int
+    index_growth_bytes: int
+
+
+def footprint(before: State, after: State, retained: Sequence[int | None], events: int | None) -> Footprint:
+    held = [each for each in retained if each is not None]
+    return Footprint(
+        round((after.lsn - before.lsn) / events, 1) if events else None,
+        max(held) if held else None,
+        after.dead_tuples,
+        after.table_bytes - before.table_bytes,
+        after.index_bytes - before.index_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """Transactions a second that writers at full speed had, alone (before and after) and beside the tool."""
+
+    alone_per_second: float
+    beside_per_second: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """One tool, once. What a scenario does not measure is None.
 
@@ -56,22 +108,30 @@ class Measurement:
     turn: int  # when in its round it ran: 0 is first
     rows: int
     stored: int | None  # None: the tool stores nothing (the limit)
-    duplicates_seen: int | None = None  # by the subscriber, by event id
+    duplicates_seen: int | None = None  # by a reader of the broker, by the row's number
+    missing: int | None = None  # likewise
     start_to_first_seconds: float | None = None
     seconds: float | None = None  # first to last event, or the window
     events_per_second: float | None = None  # None also when it was over too soon to be timed
     second_half_events_per_second: float | None = None
     ratio_to_limit: float | None = None  # events/s against the limit's in the same round
+    against_baseline: Mapping[str, float] = field(default_factory=dict)  # figure → ratio, in the same repetition
     latency: Latency | None = None
     cpu_seconds: Cpu | None = None
     cpu_us_per_event: Cpu | None = None
     cores: Cpu | None = None
     peak_rss_bytes: int | None = None
+    wal_load_bytes_per_event: float | None = None
+    footprint: Footprint | None = None
+    writers: Writers | None = None
+    killed: bool = False
 
     @property
     def correct(self) -> bool:
-        """Every row arrived, none twice."""
-        return self.stored is None or (self.stored == self.rows and not self.duplicates_seen)
+        """Every row arrived; none twice, unless the tool was killed: then that is the figure."""
+        if self.missing is not None:
+            return not self.missing and (self.killed or not self.duplicates_seen)
+        return self.stored is None or self.stored == self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +163,8 @@ class Report:
     plan: Plan
     summaries: Sequence[Summary]
     measurements: Sequence[Measurement]
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # version, configuration, command
+    left_open: Mapping[str, str] = field(default_factory=dict)  # scenario and peer → why there are no figures
 
     @property
     def correct(self) -> bool:
@@ -163,9 +225,10 @@ def latency(seconds: Sequence[float]) -> Latency | None:
     ordered = sorted(seconds)
 
     def rank(share: float) -> float:
-        return round(1e3 * ordered[math.ceil(share * len(ordered)) - 1], 3)
+        return round(1e3 * ordered[max(math.ceil(share * len(ordered)), 1) - 1], 3)
 
-    return Latency(len(ordered), rank(0.50), rank(0.95), rank(0.99), round(1e3 * ordered[-1], 3))
+    curve = tuple(rank(share) for share in QUANTILES)
+    return Latency(len(ordered), rank(0.50), rank(0.95), rank(0.99), rank(1.0), curve)
 
 
 def summarise(measurements: Sequence[Measurement]) -> list[Summary]:
@@ -175,32 +238,51 @@ def summarise(measurements: Sequence[Measurement]) -> list[Summary]:
         groups.setdefault((each.scenario, each.sink, each.tool, each.mode), []).append(each)
     summaries = []
     for key, group in groups.items():
-        figures: dict[str, Spread] = {}
-        for name in _figures(group[0]) | _figures(group[-1]):
-            values = [value for each in group if (value := _figures(each).get(name)) is not None]
+        found = [figures(each) for each in group]
+        spreads: dict[str, Spread] = {}
+        for name in dict.fromkeys(name for each in found for name in each):
+            values = [value for each in found if (value := each.get(name)) is not None]
             if values:
-                figures[name] = Spread(statistics.median(values), min(values), max(values))
-        summaries.append(Summary(*key, len(group), all(each.correct for each in group), figures))
+                spreads[name] = Spread(statistics.median(values), min(values), max(values))
+        summaries.append(Summary(*key, len(group), all(each.correct for each in group), spreads))
     return summaries
 
 
-def _figures(each: Measurement) -> dict[str, float | None]:
+def figures(each: Measurement) -> dict[str, float | None]:
+    """The figures of one measurement by name, flat."""
     found: dict[str, float | None] = {
         "events_per_second": each.events_per_second,
         "second_half_events_per_second": each.second_half_events_per_second,
         "ratio_to_limit": each.ratio_to_limit,
         "start_to_first_seconds": each.start_to_first_seconds,
         "peak_rss_bytes": each.peak_rss_bytes,
+        "wal_load_bytes_per_event": each.wal_load_bytes_per_event,
+        "duplicates_seen": each.duplicates_seen if each.killed else None,
     }
     for label, cpu in (("cpu_us_per_event", each.cpu_us_per_event), ("cores", each.cores)):
         if cpu is not None:
-            found |= {
-                f"{label}.tool": cpu.tool,
-                f"{label}.walsender": cpu.walsender,
-                f"{label}.postgres": cpu.postgres,
-                f"{label}.broker": cpu.broker,
-            }
+            found |= {f"{label}.{part}": getattr(cpu, part) for part in ("tool", "walsender", "postgres", "broker")}
     if each.latency is not None:
-        late = each.latency
-        found |= {"p50_ms": late.p50_ms, "p95_ms": late.p95_ms, "p99_ms": late.p99_ms, "max_ms": late.max_ms}
+        found |= {name: getattr(each.latency, name) for name in ("p50_ms", "p95_ms", "p99_ms", "max_ms")}
+        found |= {f"curve.{n}": value for n, value in enumerate(each.latency.curve_ms)}
+    for part in (each.footprint, each.writers):
+        if part is not None:
+            prefix = "writers." if part is each.writers else ""
+            found |= {f"{prefix}{name}": getattr(part, name) for name in part.__slots__}
+    found |= {f"baseline.{name}": ratio for name, ratio in each.against_baseline.items()}
     return found
+
+
+def read_report(path: Path) -> Report:
+    """A result file. Raises ConfigError when it is none."""
+    try:
+        report = TypeAdapter(Report).validate_json(path.read_bytes())
+    except OSError as exc:
+        raise ConfigError([f"{path} cannot be read: {exc}"]) from None
+    except ValidationError as exc:
+        raise ConfigError(
+            [f"{path} is not a result of this version's `relay bench` ({exc.error_count()} faults)"]
+        ) from None
+    if report.format != FORMAT:
+        raise ConfigError([f"{path} has format {report.format}, this version reads {FORMAT}"])
+    return report

@@ -5,37 +5,46 @@ A tool says how it is prepared (its slot must exist before the rows), how it is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from relay import __version__
 from relay.bench.arena import Round
 from relay.bench.meter import written
-from relay.bench.plan import Mode
+from relay.bench.modes import Mode
 from relay.bench.process import Child, postgres_tool, until
 from relay.bench.result import LIMIT, Sample
-from relay.config import load
+from relay.embedded.process import free_port
 
-_START = 30.0
+_START = 120.0
+_STILL = 16
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
 
 
 class Tool(Protocol):
-    """Something that empties a slot."""
+    """Something that takes events out of the table or its slot."""
 
     name: str
     mode: str
-    slot: str
+    slot: str  # "": it has none
     stores: bool  # into the broker
     interval: float  # between two looks at how far it is
+    facts: Mapping[str, Any]  # for the result: version, configuration, command
 
     async def prepare(self) -> None:
-        """Make the slot, on the empty table."""
+        """Make what must exist before the rows: the slot, offsets, a first checkpoint. The table is there, empty."""
 
     def process(self) -> Child:
-        """A new process; the caller starts and ends it."""
+        """A new process; the caller starts and ends it. May be asked for again after the last one ended."""
         ...
+
+    async def ready(self, child: Child) -> None:
+        """Return when the started process waits for events."""
 
     async def moved(self) -> int:
         """How far the started process is: events or bytes."""
@@ -44,63 +53,111 @@ class Tool(Protocol):
     async def finished(self, samples: Sequence[Sample], rows: int) -> bool: ...
 
 
-class RelayTool:
-    """`relay run` with nothing but the addresses configured."""
+class StoringTool:
+    """What most tools answer: the broker's count says how far they are."""
 
-    name = "relay"
     stores = True
     interval = 0.05
+    slot = ""
+    facts: Mapping[str, Any] = {}
+
+    def __init__(self, place: Round) -> None:
+        self.place = place
+
+    async def ready(self, child: Child) -> None:
+        """A slot in use is the sign; without a slot there is none but a running process."""
+
+        async def reading() -> bool:
+            child.must_run()
+            return not self.slot or await self.place.walsender(self.slot) is not None
+
+        await until(reading, _START, f"{child.name} does not read its slot")
+
+    async def moved(self) -> int:
+        return await self.place.stored()
+
+    async def finished(self, samples: Sequence[Sample], rows: int) -> bool:
+        return bool(samples) and samples[-1].moved >= rows
+
+
+class RelayTool(StoringTool):
+    """`relay run` with nothing but the addresses and the mode configured."""
+
+    name = "relay"
 
     def __init__(self, place: Round, mode: Mode, folder: Path) -> None:
+        super().__init__(place)
         self.mode = mode.name
-        self.slot = f"{place.name}_relay"
-        self._round = place
-        self._file = folder / f"{self.slot}.toml"
+        self._relay = f"{place.name}_relay"
+        self.slot = self._relay if mode.streams else ""
+        self._file = folder / f"{self._relay}.toml"
+        self._admin = f"127.0.0.1:{free_port()}"
+        self._streams = mode.streams
         tree: dict[str, Any] = {
-            "relay": {"name": self.slot},
+            "relay": {"name": self._relay},
             "database": {"dsn": place.dsn},
-            "source": {"slot": self.slot},
+            "source": {"slot": self._relay},
             # Where the default is "events.…": the destination is this round's own.
             "routing": {"fallback_topic": f"{place.name}.{{aggregate_type}}.{{event_type}}"},
-            "sink": place.broker.sink(place.name),
-            "admin": {"listen": "127.0.0.1:0"},
+            "sink": place.broker.sink(place.name, place.sink),
+            "admin": {"listen": self._admin},
         }
         for section, values in mode.config.items():
-            tree.setdefault(section, {}).update(values)
+            if isinstance(values, Mapping):
+                tree.setdefault(section, {}).update(values)
+            else:
+                tree[section] = values
         self._file.touch(mode=0o600)  # the DSN may hold a password
         self._file.write_text(toml(tree))
+        self.facts = {
+            "version": __version__,
+            "command": "relay run",
+            "configuration": {**mode.config, "sink": {place.sink.kind: dict(place.sink.config)}},
+        }
 
     async def prepare(self) -> None:
-        await self._round.set_up(load(self._file, {}))
         with self.process() as child:
-            await self.streaming(child)
+            await self.ready(child)
             child.stop()
 
     def process(self) -> Child:
         return Child("relay", [sys.executable, "-m", "relay", "run", "--config", str(self._file)])
 
-    async def streaming(self, child: Child) -> None:
-        """Wait until the relay streams: destination there, checkpoint saved, slot in use."""
+    async def ready(self, child: Child) -> None:
+        """Wait until the relay streams (destination there, checkpoint saved, slot in use) or polls."""
 
-        async def streams() -> bool:
+        async def waits() -> bool:
             child.must_run()
-            return await self._round.broker.exists(self._round.name) and bool(
-                await self._round.value(
-                    """
-                    SELECT count(*) FROM outbox_relay_checkpoint c JOIN pg_replication_slots s ON s.slot_name = c.slot
-                    WHERE c.relay = %s AND c.phase = 'stream' AND s.active
-                    """,
-                    self.slot,
-                )
+            if not await self.place.broker.exists(self.place.name):
+                return False
+            return await (self._slot_in_use() if self._streams else asyncio.to_thread(self._polls))
+
+        await until(waits, _START, f"the relay was not ready in mode {self.mode}", 0.05)
+
+    async def _slot_in_use(self) -> bool:
+        return bool(
+            await self.place.value(
+                """
+                SELECT count(*) FROM outbox_relay_checkpoint c JOIN pg_replication_slots s ON s.slot_name = c.slot
+                WHERE c.relay = %s AND c.phase = 'stream' AND s.active
+                """,
+                self._relay,
             )
+        )
 
-        await until(streams, _START, "the relay did not stream")
-
-    async def moved(self) -> int:
-        return await self._round.stored()
+    def _polls(self) -> bool:
+        try:
+            with _DIRECT.open(f"http://{self._admin}/readyz", timeout=2.0) as answer:
+                return bool(json.load(answer)["state"] == "polling")
+        except OSError:  # also what urllib raises for 503
+            return False
 
     async def finished(self, samples: Sequence[Sample], rows: int) -> bool:
-        return bool(samples) and samples[-1].moved >= rows
+        if not self.place.sink.transactions:
+            return await super().finished(samples, rows)
+        # Markers are counted, too: it has ended when there are enough and no more come.
+        last = samples[-_STILL:]
+        return len(last) == _STILL and last[0].moved >= rows and last[0].moved == last[-1].moved
 
 
 class RecvLogical:
@@ -109,6 +166,7 @@ class RecvLogical:
     name = LIMIT
     stores = False
     interval = 0.02
+    facts: Mapping[str, Any] = {}
 
     def __init__(self, place: Round, mode: Mode) -> None:
         self.mode = mode.name
@@ -127,8 +185,12 @@ class RecvLogical:
         command += ["-F", "0"]  # no fsync, which the null device would refuse
         for name, value in self._options.items():
             command += ["-o", f"{name}={value}"]
-        self._child = Child(LIMIT, command)
+        self._child = Child(LIMIT, command, codes=(0, -15))  # before 16 it knows only SIGINT
+        self.facts = {"version": self._round.arena.postgres_version, "command": f"{LIMIT} {' '.join(command[-4:])}"}
         return self._child
+
+    async def ready(self, child: Child) -> None:
+        child.must_run()
 
     async def moved(self) -> int:
         return written(self._child.pid) if self._child is not None else 0

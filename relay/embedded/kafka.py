@@ -8,13 +8,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
 import secrets
-import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from relay.config import cache_folder
+from relay.embedded.fetch import CONTENT, fetching, maven, tool
 from relay.embedded.process import EmbeddedError, Server, free_port
 
 # Kafka's own POM names no logging backend, and without one the broker says nothing, not even why it ends.
@@ -60,7 +57,7 @@ class KafkaServer(Server):
     name = "kafka"
 
     def __init__(self, properties: Mapping[str, str] | None = None, *, fast_start: bool = True) -> None:
-        self._java = _tool("java", "apt-get install default-jre-headless (17 or newer)")
+        self._java = tool("java", "apt-get install default-jre-headless (17 or newer)")
         self._jars = jars()
         super().__init__()
         self.port = free_port()
@@ -136,27 +133,8 @@ def jars() -> Path:
     folder = cache_folder() / f"kafka-{hashlib.sha256(_POM.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
-    maven = _tool("mvn", "apt-get install maven")
-    print(f"→ Maven: Kafka's jars into {folder}", file=sys.stderr)  # noqa: T201 - a download of 43 MB is announced
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as partial:
-        (Path(partial) / "pom.xml").write_text(_POM)
-        goal = ["dependency:copy-dependencies", "-DincludeScope=runtime", "-DoutputDirectory=libs"]
-        done = subprocess.run(  # noqa: S603
-            [maven, "-q", "-B", *goal], cwd=partial, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise EmbeddedError("Maven could not fetch Kafka's jars", hint=(done.stdout or done.stderr).strip()[-2000:])
-        try:
-            os.replace(Path(partial) / "libs", folder)  # noqa: PTH105 - fails, rather than nests, when it exists
-        except OSError:
-            if not folder.exists():  # else somebody else was faster, with the same jars
-                raise
+    with fetching(folder, "Maven: Kafka's jars") as scratch:
+        (scratch / "pom.xml").write_text(_POM)
+        goal = ("dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={CONTENT}")
+        maven(scratch, "Kafka's jars", *goal)
     return folder
-
-
-def _tool(name: str, install: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise EmbeddedError(f"{name} is not installed; the embedded Kafka needs it", hint=install)
-    return found
