@@ -120,6 +120,8 @@ async def _inspect(session: Session, config: Config) -> list[Finding]:
         findings += await _plugin(session, config.source.plugin)
     heals = config.source.mode == "auto" and all(table and _recoverable(outbox, table) for outbox, table in tables)
     findings += list(_slot(slot, server, config, await _checkpoint_lsn(session, config), heals=heals))
+    if config.source.anchor.slot:
+        findings += list(_anchor(await slot_info(session, config.source.anchor.slot), server, config))
     if slot is None and config.source.mode != "poll":
         findings += await _blockers(session)
     return findings
@@ -496,6 +498,42 @@ def _slot(
         yield Finding("warning", subject, f"will be lost after {_size(slot.safe_wal_size)} more of WAL", remedy)
     elif fault is None:
         yield Finding("ok", subject, f"confirmed up to {slot.confirmed_flush_lsn}")
+
+
+def _anchor(anchor: SlotInfo | None, server: ServerInfo, config: Config) -> Iterator[Finding]:
+    subject = f"anchor slot {config.source.anchor.slot}"
+    if config.source.mode == "poll":
+        yield Finding("warning", subject, 'is not kept: source.mode is "poll"', "remove [source.anchor]")
+        return
+    if anchor is None:
+        yield Finding("ok", subject, "does not exist yet: the relay makes it while it streams")
+    elif anchor.slot_type != "logical" or anchor.database != server.database:
+        remedy = "name another in source.anchor.slot"
+        yield Finding("error", subject, "is not a logical slot of this database", remedy)
+    elif anchor.wal_status == "lost" or anchor.invalidation_reason:
+        reason = anchor.invalidation_reason or "its WAL was removed"
+        remedy = "the active relay makes it anew; lower source.anchor.max_wal or raise max_slot_wal_keep_size"
+        yield Finding("warning", subject, f"was invalidated: {reason}", remedy)
+    elif anchor.wal_status == "unreserved":
+        remedy = "start the relay: it lets the anchor go before it is lost"
+        yield Finding("warning", subject, "will be lost at the next checkpoint of Postgres", remedy)
+    else:
+        kept = max(0, server.wal_lsn - (anchor.restart_lsn or server.wal_lsn))
+        yield Finding("ok", subject, f"replays from {anchor.confirmed_flush_lsn} on are exact; keeps {_size(kept)}")
+    bound = server.max_slot_wal_keep_size
+    if bound is not None and config.source.anchor.max_wal > bound // 2:
+        remedy = "ALTER SYSTEM SET max_slot_wal_keep_size = "
+        remedy += f"'{2 * config.source.anchor.max_wal // 2**20}MB'; SELECT pg_reload_conf();  or lower "
+        yield Finding(
+            "warning",
+            subject,
+            f"is kept within {_size(bound // 2)}, half of max_slot_wal_keep_size, not source.anchor.max_wal",
+            remedy + "source.anchor.max_wal",
+        )
+    spare = server.max_replication_slots - server.used_slots
+    if spare < (2 if anchor is None else 1):
+        remedy = f"ALTER SYSTEM SET max_replication_slots = {server.max_replication_slots + 5};  then restart Postgres"
+        yield Finding("warning", subject, "leaves no slot for an exact replay, which needs one for itself", remedy)
 
 
 async def _blockers(session: Session) -> list[Finding]:

@@ -21,6 +21,7 @@ from psycopg import sql
 
 from relay.admin.status import progress_line
 from relay.adopt import condition
+from relay.anchor import keep
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
 from relay.claim import Claims
@@ -256,7 +257,10 @@ class Life:
         progress.recoveries += not first
         log.info("recovery.started", reason=str(fault), since=str(checkpoint.snap))
         if memory.lost is not None:
-            await drop_slot(self._session, config.source.slot, reason=str(memory.lost))
+            if memory.gave_up:
+                await self._drop_slots(str(memory.lost))
+            else:
+                await drop_slot(self._session, config.source.slot, reason=str(memory.lost))
             memory.lost = None
         started: list[LSN] = []
         before = progress.recovered_events
@@ -338,8 +342,8 @@ class Life:
                 f"{', '.join(blind)} cannot be polled by snapshots: it has no xid and seq columns",
                 hint='`relay setup --adopt` adds them; or set poll.strategy = "claim"',
             )
-        if await slot_info(self._session, config.source.slot) is not None and checkpoint.phase != "new":
-            await drop_slot(self._session, config.source.slot, reason="source.mode is poll")
+        if checkpoint.phase != "new":
+            await self._drop_slots("source.mode is poll")
         self._progress.enter("polling")
         log.info("poll.started", interval=config.poll.interval, since=str(checkpoint.snap))
         await self._rounds(checkpoint, "poll", None, from_now=from_now, interval=config.poll.interval)
@@ -362,8 +366,8 @@ class Life:
         elif from_now:
             since = await store.sample()
         await store.save_polled("claim", since)
-        if await slot_info(self._session, config.source.slot) is not None and checkpoint.phase != "new":
-            await drop_slot(self._session, config.source.slot, reason="source.mode is poll")
+        if checkpoint.phase != "new":
+            await self._drop_slots("source.mode is poll")
 
         def tables(worker: int) -> list[ClaimTable]:
             return [
@@ -405,6 +409,12 @@ class Life:
                     task.cancel()
         with suppress(RelayError):
             await note()
+
+    async def _drop_slots(self, reason: str) -> None:
+        """Let go of all WAL that is kept for us."""
+        for name in (self._config.source.slot, self._config.source.anchor.slot):
+            if name:
+                await drop_slot(self._session, name, reason=reason)
 
     def _unpublished(self, *, claimed: bool) -> dict[str, sql.Composable]:
         """What a table's status says of its rows, where it has one; after claiming every table has one."""
@@ -484,7 +494,7 @@ class Life:
             if self._config.poll.notify and not single:
                 more.append(listen(self._config, source.wake))
             if not self._stopping.is_set():
-                await self._move(source, note_place, *more, observe(self._config, self._metrics))
+                await self._move(source, note_place, *more, *self._attendants())
                 with suppress(RelayError):
                     await note_place()
             else:
@@ -577,11 +587,16 @@ class Life:
                 self._memory.failed_audits = 0
 
         try:
-            await self._move(source, tick, source.attend(), observe(config, self._metrics), *self._requests())
+            await self._move(source, tick, source.attend(), *self._attendants(), *self._requests())
         finally:
             # Whatever ended it: what is acknowledged shall not come again. If this fails, too, it will: no harm done.
             with suppress(RelayError):
                 await checkpointer.save()
+
+    def _attendants(self) -> list[Coroutine[None, None, None]]:
+        """Who looks at the slots from outside."""
+        anchored = self._config.source.anchor.slot and self._config.source.mode != "poll"
+        return [observe(self._config, self._metrics), *([keep(self._config)] if anchored else [])]
 
     def _requests(self) -> Sequence[Coroutine[None, None, None]]:
         """Serve requests, if ours is a sink that nobody else may write to."""

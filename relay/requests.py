@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from relay.event import Batch
 from relay.lsn import NOWHERE
 from relay.pipeline import Pipeline
 from relay.progress import Progress
-from relay.replay import Pace, Reader
+from relay.replay import Pace, reader_of
 from relay.sink.subjects import covers, fault
 from relay.source.selection import Place, Selection, replayed
 from relay.source.session import Session, connect
@@ -121,11 +122,13 @@ class Requests:
         selection, pipeline, pace = request.selection, self._pipeline, Pace(request.selection.rate)
         if not await self._save(session, request, "running"):
             return False
-        reader = await Reader.of(session, self._config, selection)
+        reader = await reader_of(session, self._config, selection)
         lane = f"replay:{request.run}".encode()  # what is refused holds up this replay, and nobody else
-        with pipeline.injecting():
+        async with AsyncExitStack() as stack:
+            stack.enter_context(pipeline.injecting())
             await self._distrust_counts()
-            async for page in reader.pages(self._stamp(request.run), request.place):
+            pages = await stack.enter_async_context(aclosing(reader.pages(self._stamp(request.run), request.place)))
+            async for page in pages:
                 await pace.wait(len(page.events))
                 events = replayed(page.events, request.run, selection.topic, key=lane)
                 if events:
