@@ -138,6 +138,10 @@ def check(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Only print the configuration in effect, as JSON, secrets masked.")
     ] = False,
+    standby: Annotated[
+        list[str] | None,
+        typer.Option("--standby", help="With source.failover: look at this standby, too; repeatable.", metavar="DSN"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Look at everything the relay needs, and say for each fault how to mend it. Exit code 3 if there is one."""
@@ -147,7 +151,7 @@ def check(
     if show_config:
         _print(settings.shown(), None, json=True)
         return
-    findings = _go(check(settings))
+    findings = _go(check(settings, standbys=standby or ()))
     _print(findings, render, json=json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(3)
