@@ -25,6 +25,7 @@ from relay.anchor import keep
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
 from relay.claim import Claims
+from relay.claim_history import keep_history
 from relay.config import Checkpoint as CheckpointSection
 from relay.config import Config
 from relay.errors import (
@@ -47,7 +48,7 @@ from relay.outbox import Binding, ClaimColumns, Mapping, mappings
 from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.recovery import check_publication, drop_slot, make_slot, making_session
-from relay.requests import Requests
+from relay.requests import Injector, Requests
 from relay.routing import Router
 from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
@@ -397,7 +398,9 @@ class Life:
         workers = Claims(config, self._sink, pipeline, self._progress, self._metrics, self._stopping, tables)
         self._progress.enter("polling")
         log.info("poll.started", strategy="claim", workers=config.poll.workers, since=str(since.snapshot))
-        beside = [self._tick(note), observe(config, self._metrics)]
+        beside = [self._tick(note), observe(config, self._metrics), *self._requests(workers)]
+        if all(mapping.xid_column for mapping in self._mappings):
+            beside.append(keep_history(config, store, tables(0), self._progress))
         if config.poll.notify:
             beside.append(listen(config, workers.wake))
         async with asyncio.TaskGroup() as group:
@@ -598,7 +601,7 @@ class Life:
         anchored = self._config.source.anchor.slot and self._config.source.mode != "poll"
         return [observe(self._config, self._metrics), *([keep(self._config)] if anchored else [])]
 
-    def _requests(self) -> Sequence[Coroutine[None, None, None]]:
+    def _requests(self, injector: Injector | None = None) -> Sequence[Coroutine[None, None, None]]:
         """Serve requests, if ours is a sink that nobody else may write to."""
         if not Requests.needed(self._config):
             return ()
@@ -610,7 +613,8 @@ class Life:
         def stamp(run: str) -> bytes:
             return self._stamp("replay", run)
 
-        return (Requests(self._config, self._pipeline, self._progress, stamp, distrust_counts).run(),)
+        holder = injector or self._pipeline
+        return (Requests(self._config, holder, self._progress, stamp, distrust_counts).run(),)
 
     async def _move(
         self, source: Source, tick: Callable[[], Awaitable[None]], *beside: Coroutine[None, None, None]

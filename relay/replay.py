@@ -21,6 +21,7 @@ import orjson
 import structlog
 
 from relay import bookmark
+from relay.adopt import condition
 from relay.anchor import Bounds, exact_window
 from relay.backoff import Backoff
 from relay.config import Config
@@ -28,7 +29,7 @@ from relay.errors import ConfigError, ContractError, EventRejected, OperatorErro
 from relay.event import Batch
 from relay.history import Known, Point, end, known_points, parse_lsn, parse_time, start
 from relay.lsn import NOWHERE
-from relay.outbox import Binding, mappings
+from relay.outbox import Binding, ClaimColumns, mappings
 from relay.routing import Router
 from relay.sink import Sink, exclusive, open_plain_sink
 from relay.source.anchor import WalRows
@@ -131,6 +132,7 @@ async def resolve(session: Session, config: Config, wish: Wish) -> Selection:
         table=_table(config, wish),
         topic=wish.topic,
         rate=wish.rate,
+        claimed=known.claimed,
     )
 
 
@@ -211,7 +213,10 @@ class Reader:
                     hint="`relay setup --adopt` adds them; --table leaves this one out",
                 )
             routing = config.outbox[mapping.ordinal].routing or config.routing
-            tables.append(SelectedRows(present, types, route, routing, selection))
+            open_ = None
+            if selection.claimed:  # the table says what is unpublished, the snapshot does not
+                open_ = condition(ClaimColumns.of(config.outbox[mapping.ordinal], types).unpublished)
+            tables.append(SelectedRows(present, types, route, routing, selection, open_))
         return cls(session, tables, selection.rate)
 
     async def count(self, place: Place = Place()) -> int:  # noqa: B008  a tuple
@@ -342,12 +347,6 @@ class _Publisher:
 async def _request(
     session: Session, config: Config, selection: Selection, run: str, total: int | None, show: Show, *, detach: bool
 ) -> Report:
-    claims = "SELECT FROM public.outbox_relay_checkpoint WHERE relay = %s AND phase = 'claim'"
-    if await fetch(session, claims, config.relay.name):
-        raise SetupError(
-            'a relay with poll.strategy = "claim" does not replay into its fenced streams',
-            hint='set sink.jetstream.mode = "shared": the command then publishes by itself; or stream',
-        )
     rows = await fetch(
         session,
         "INSERT INTO public.outbox_relay_requests (relay, run, selection, total) VALUES (%s, %s, %s::jsonb, %s)"

@@ -70,6 +70,7 @@ class Selection:
     topic: str | None = None  # publish there instead
     rate: float | None = None  # events per second, at most
     wal: Window | None = None  # exactly, from the WAL instead of the table
+    claimed: bool = False  # rows are claimed: those that the table calls unpublished are not part of it
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Selection:
@@ -110,13 +111,18 @@ class SelectedRows:
         route: Callable[[Binding], Router],
         routing: Routing,
         selection: Selection,
+        unpublished: sql.Composable | None = None,
     ) -> None:
+        """`unpublished`: a condition; such rows are left out."""
         self.mapping = mapping
         self._rows = TableRows(mapping, route, None)
         self._parts: dict[str, sql.Composable] = {}
         self._values: dict[str, Any] = {"until": selection.until, "since": selection.since}
         self._where: LiteralString = "true"
         columns = mapping.columns
+        if unpublished is not None:
+            self._where += " AND ({unpublished}) IS NOT TRUE"
+            self._parts["unpublished"] = unpublished
         if mapping.recoverable:
             self._where += _SEEN
             if selection.since is not None:
