@@ -181,6 +181,12 @@ class SourceSection(Section):
         15.0,
         description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over.",
     )
+    retry: Positive = Field(
+        10.0, description="While the table is polled because it cannot stream: time between two tries to."
+    )
+    distrust: Positive = Field(
+        60.0, description="A stream that lacked rows of the table twice in a row is not tried again for so long."
+    )
     anchor: Anchor = Field(
         default_factory=Anchor, description="A slot that stays behind, for exact replays (docs/replay.md)."
     )

@@ -65,9 +65,6 @@ from relay.writeback import PATIENCE, WriteBack
 
 log = structlog.get_logger("relay.life")
 
-_RETRY = 10.0  # between two tries to get a stream, while the table is polled
-_DISTRUST = 60.0  # a stream that lacked rows twice in a row is not tried again for so long
-
 
 @dataclass(slots=True)
 class Memory:
@@ -316,8 +313,8 @@ class Life:
                     raise
                 progress.last_error, progress.last_hint = str(exc), exc.hint
                 self._metrics.failed(exc)
-                log.error("stream.unavailable", error=exc, retry_seconds=_RETRY)  # noqa: TRY400  no traceback
-                await asyncio.sleep(_RETRY)
+                log.error("stream.unavailable", error=exc, retry_seconds=config.source.retry)  # noqa: TRY400  no traceback
+                await asyncio.sleep(config.source.retry)
             if source.caught_up.is_set():
                 progress.enter("polling")
 
@@ -329,10 +326,10 @@ class Life:
             'column itself; until then source.mode = "poll" is quieter',
         )
         self._progress.last_error, self._progress.last_hint = str(error), error.hint
-        log.error("stream.distrusted", error=error, retry_seconds=_DISTRUST)
+        log.error("stream.distrusted", error=error, retry_seconds=self._config.source.distrust)
         await source.caught_up.wait()
         self._progress.enter("polling")
-        await asyncio.sleep(_DISTRUST)
+        await asyncio.sleep(self._config.source.distrust)
 
     async def _poll(self, checkpoint: Checkpoint, *, from_now: bool) -> None:
         """source.mode = "poll": no slot, so none may hold WAL for us."""
