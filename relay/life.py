@@ -461,12 +461,15 @@ class Life:
         pipeline.begin(NOWHERE)
         resumed = Gap.of(checkpoint.recovery) if checkpoint.recovery else None
         claimed = checkpoint.phase == "claim"
-        async with await connect(self._config.database, f"{self._config.relay.name} poll") as reading:
+        options = "-c synchronous_commit=on"  # rounds are saved here: the lock's session waits for notifications
+        async with await connect(self._config.database, f"{self._config.relay.name} poll", options=options) as reading:
             source = PollSource(
                 reading,
                 [mapping for mapping in self._mappings if mapping.recoverable],
                 self._route,
-                _Rounds(store, pipeline, phase, self._write_back, self._config.checkpoint, complete=not single),
+                _Rounds(
+                    store.on(reading), pipeline, phase, self._write_back, self._config.checkpoint, complete=not single
+                ),
                 self._progress,
                 since=since,
                 resumed=resumed,

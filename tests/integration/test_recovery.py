@@ -364,7 +364,7 @@ def nobody_answers(server: PostgresServer) -> Iterator[None]:
 async def test_a_commit_that_waits_for_a_synchronous_standby_while_the_slot_is_made(
     own_postgres: PostgresServer, nats: Nats, prefix: str, tmp_path: Path
 ) -> None:
-    """It is in the WAL before the slot, and in no snapshot. Making a slot waits for it, and nothing is done meanwhile."""
+    """It is in the WAL before the slot, and in no snapshot. Making a slot waits for it; nothing is done meanwhile."""
     scene = await Scene(
         own_postgres.dsn(), nats.url, prefix, tmp_path, **QUICK, source={"wal_sender_timeout": "2s"}
     ).set_up()
