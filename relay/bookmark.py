@@ -34,6 +34,13 @@ async def add(config: Config, name: str, *, lsn: str | None = None, at: str | No
             point = start(known, lsn=parse_lsn(lsn))
         elif at is not None:
             point = start(known, at=parse_time(at, datetime.now(UTC)))
+        elif known.claimed:  # its newest point of which everything is published
+            if not known.history:
+                raise SetupError(
+                    "while claiming, only the history knows points, and it has none yet",
+                    hint="wait for checkpoint.history_interval; tables without an xid column have no history",
+                )
+            point = known.history[-1]
         rows = await fetch(
             session,
             "INSERT INTO public.outbox_relay_bookmarks (relay, name, at, lsn, snap)"

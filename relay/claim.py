@@ -16,7 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -184,6 +184,25 @@ class Claims:
                 self._in_flight.clear()
                 self._count()
 
+    def injecting(self) -> AbstractContextManager[None]:
+        return self._door.pipeline.injecting()
+
+    async def inject(self, batch: Batch) -> Sequence[Rejected]:
+        """Publish a batch that no worker claimed, beside theirs; waits for the sink, and for its acknowledgement."""
+        door = self._door
+        while batch.events:
+            if not door.up.is_set():
+                await self._until_up()
+            if self._stopping.is_set():
+                await asyncio.get_running_loop().create_future()  # until cancelled
+            try:
+                rejected, flight = await door.publish(batch, self._config.poll.workers)
+            except SinkUnavailable:
+                continue
+            door.committed(flight)
+            return rejected
+        return ()
+
     async def _work(self, number: int) -> None:
         config, door, poll = self._config, self._door, self._config.poll
         wait = poll.min_interval
@@ -267,7 +286,7 @@ class Claims:
         rows = {row.event.id: row for row in claimed.rows if not row.fault}
         if not rows:
             return 0, culprits, None
-        started = time.monotonic()
+        started, age = time.monotonic(), claimed.age
         batch = Batch([row.event for row in rows.values()], NOWHERE, claimed.size, started)
         progress.publish_attempts += batch.count
         try:
@@ -288,7 +307,8 @@ class Claims:
         progress.duplicate_events = door.sink.duplicates
         if not culprits and progress.last_error:
             progress.last_error = progress.last_hint = ""
-        self._metrics.observe(None, time.monotonic() - started)
+        took = time.monotonic() - started
+        self._metrics.observe(None if age is None else age + took, took)
         return len(done), culprits, flight
 
     async def _reject(self, session: Session, table: ClaimTable, row: Row, reason: str) -> None:

@@ -140,6 +140,10 @@ def check(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Only print the configuration in effect, as JSON, secrets masked.")
     ] = False,
+    standby: Annotated[
+        list[str] | None,
+        typer.Option("--standby", help="With source.failover: look at this standby, too; repeatable.", metavar="DSN"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Look at everything the relay needs, and say for each fault how to mend it. Exit code 3 if there is one."""
@@ -149,7 +153,7 @@ def check(
     if show_config:
         _print(settings.shown(), None, json=True)
         return
-    findings = _go(check(settings))
+    findings = _go(check(settings, standbys=standby or ()))
     _print(findings, render, json=json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(3)
@@ -333,13 +337,19 @@ def replay(
     table: Annotated[str | None, typer.Option("--table", help="Only from this outbox table.")] = None,
     topic: Annotated[str | None, typer.Option("--topic", help="Publish to this topic instead.")] = None,
     rate: Annotated[float | None, typer.Option("--rate", help="Events per second, at most.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="From the WAL that the anchor slot holds, as it was first published.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="If the active relay has to do it (fenced streams): do not wait for it.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Publish again what was published before, from the table, with the same event ids. See docs/replay.md."""
+    """Publish again what was published before, with the same event ids: from the table, or with --exact from the WAL.
+
+    See docs/replay.md.
+    """
     from relay.replay import Report, Wish, replay  # noqa: PLC0415
 
     wish = Wish(
@@ -356,13 +366,18 @@ def replay(
         table=table,
         topic=topic,
         rate=rate,
+        exact=exact,
     )
 
     def render(report: Report) -> str:
         if report.state == "counted":
-            return f"{report.total} events (rows that were deleted from the table cannot be replayed)"
+            return f"{report.total} events" + (
+                "" if exact else " (rows that were deleted from the table cannot be replayed)"
+            )
         if report.state == "requested":
-            return f"request {report.request}: the active relay replays {report.total} events as run {report.run}"
+            return (
+                f"request {report.request}: the active relay replays {report.total or 'the'} events as run {report.run}"
+            )
         skipped = f"; {report.skipped} rows cannot be routed, and were left out" if report.skipped else ""
         return f"replayed {report.published} events as run {report.run}{skipped}"
 
@@ -386,7 +401,7 @@ class _Bar:
         self._progress.start()
         return self
 
-    def show(self, published: int, total: int) -> None:
+    def show(self, published: int, total: int | None) -> None:
         self._progress.update(self._task, completed=published, total=total)
 
     def __exit__(self, *_: object) -> None:

@@ -135,6 +135,29 @@ class Database(Section):
             raise ConfigError([f"database.dsn_file: {_unreadable(exc)}"]) from None
 
 
+class Anchor(Section):
+    """A second slot that is kept behind on purpose: what it holds can be replayed from the WAL, exactly."""
+
+    slot: str = Field(
+        "",
+        description="Its name; made by `relay setup` or by the active relay, which also moves it on. Empty: there is "
+        "none, and `relay replay --exact` is refused.",
+    )
+    retention: Positive = Field(3600.0, description="How far back it stays: older WAL is let go.")
+    max_wal: Size = Field(
+        2**30,
+        description="Most WAL that may be kept, whatever `retention` says; and never more than half of the server's "
+        "max_slot_wal_keep_size.",
+    )
+
+    @field_validator("slot")
+    @classmethod
+    def _slot(cls, value: str) -> str:
+        if value and not _NAME.fullmatch(value):
+            raise ValueError("a slot name has 1 to 63 of a-z, 0-9 and _")
+        return value
+
+
 class SourceSection(Section):
     mode: Literal["auto", "stream", "poll"] = Field(
         "auto",
@@ -158,6 +181,15 @@ class SourceSection(Section):
         15.0,
         description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over.",
     )
+    retry: Positive = Field(
+        10.0, description="While the table is polled because it cannot stream: time between two tries to."
+    )
+    distrust: Positive = Field(
+        60.0, description="A stream that lacked rows of the table twice in a row is not tried again for so long."
+    )
+    anchor: Anchor = Field(
+        default_factory=Anchor, description="A slot that stays behind, for exact replays (docs/replay.md)."
+    )
 
     @field_validator("slot")
     @classmethod
@@ -165,6 +197,12 @@ class SourceSection(Section):
         if not _NAME.fullmatch(value):
             raise ValueError("a slot name has 1 to 63 of a-z, 0-9 and _")
         return value
+
+    @model_validator(mode="after")
+    def _two_slots(self) -> SourceSection:
+        if self.anchor.slot == self.slot:
+            raise ValueError("anchor.slot must be another slot than slot")
+        return self
 
 
 class Columns(Section):
@@ -603,6 +641,8 @@ class Config(Section):
     def _in_time(self) -> Config:
         if self.checkpoint.interval > self.source.wal_sender_timeout / 3:
             raise ValueError("checkpoint.interval must be at most a third of source.wal_sender_timeout")
+        if self.source.anchor.slot and self.source.anchor.retention > self.checkpoint.history_retention:
+            raise ValueError("source.anchor.retention must not exceed checkpoint.history_retention")
         return self
 
     @model_validator(mode="after")

@@ -33,15 +33,19 @@ class Known(NamedTuple):
 
     history: Sequence[Point]
     now: Point
+    claimed: bool = False  # then `now` sees everything, published or not: it only ends a window
 
 
 async def known_points(session: Session, relay: str) -> Known:
     """Raises SetupError when the relay has not published anything yet."""
     rows = await fetch(
         session,
-        # Claiming says in the table what is published, and leaves the snapshot alone.
-        "SELECT updated_at, lsn::text, CASE phase WHEN 'claim' THEN pg_current_snapshot() ELSE snap END::text,"
-        " snap_lsn::text, NULL FROM public.outbox_relay_checkpoint"
+        # Claiming says in the table what is published, and leaves the checkpoint's LSN and snapshot alone.
+        "SELECT CASE WHEN claimed THEN now() ELSE updated_at END,"
+        " CASE WHEN claimed THEN pg_current_wal_insert_lsn() ELSE lsn END::text,"
+        " CASE WHEN claimed THEN pg_current_snapshot() ELSE snap END::text,"
+        " CASE WHEN claimed THEN pg_current_wal_insert_lsn() ELSE snap_lsn END::text, NULL, claimed"
+        " FROM public.outbox_relay_checkpoint, LATERAL (SELECT phase = 'claim' AS claimed) c"
         " WHERE relay = %s AND phase <> 'new'",
         relay,
     )
@@ -56,7 +60,8 @@ async def known_points(session: Session, relay: str) -> Known:
         " WHERE relay = %s ORDER BY at",
         relay,
     )
-    return Known([_point(*row) for row in history], _point(*rows[0]))
+    *now, claimed = rows[0]
+    return Known([_point(*row) for row in history], _point(*now), claimed)
 
 
 def _point(at: datetime, lsn: str, snap: str, snap_lsn: str | None, wal_lsn: str | None) -> Point:

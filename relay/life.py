@@ -21,9 +21,11 @@ from psycopg import sql
 
 from relay.admin.status import progress_line
 from relay.adopt import condition
+from relay.anchor import keep
 from relay.checkpoint import Checkpoint, CheckpointStore, Sample, guard
 from relay.checkpointer import Checkpointer
 from relay.claim import Claims
+from relay.claim_history import keep_history
 from relay.config import Checkpoint as CheckpointSection
 from relay.config import Config
 from relay.errors import (
@@ -46,7 +48,7 @@ from relay.outbox import Binding, ClaimColumns, Mapping, mappings
 from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.recovery import check_publication, drop_slot, make_slot, making_session
-from relay.requests import Requests
+from relay.requests import Injector, Requests
 from relay.routing import Router
 from relay.sink import ROUTING, UNCOUNTABLE, Sink
 from relay.source import Source
@@ -62,9 +64,6 @@ from relay.source.stream import StreamSource
 from relay.writeback import PATIENCE, WriteBack
 
 log = structlog.get_logger("relay.life")
-
-_RETRY = 10.0  # between two tries to get a stream, while the table is polled
-_DISTRUST = 60.0  # a stream that lacked rows twice in a row is not tried again for so long
 
 
 @dataclass(slots=True)
@@ -256,7 +255,10 @@ class Life:
         progress.recoveries += not first
         log.info("recovery.started", reason=str(fault), since=str(checkpoint.snap))
         if memory.lost is not None:
-            await drop_slot(self._session, config.source.slot, reason=str(memory.lost))
+            if memory.gave_up:
+                await self._drop_slots(str(memory.lost))
+            else:
+                await drop_slot(self._session, config.source.slot, reason=str(memory.lost))
             memory.lost = None
         started: list[LSN] = []
         before = progress.recovered_events
@@ -311,8 +313,8 @@ class Life:
                     raise
                 progress.last_error, progress.last_hint = str(exc), exc.hint
                 self._metrics.failed(exc)
-                log.error("stream.unavailable", error=exc, retry_seconds=_RETRY)  # noqa: TRY400  no traceback
-                await asyncio.sleep(_RETRY)
+                log.error("stream.unavailable", error=exc, retry_seconds=config.source.retry)  # noqa: TRY400  no traceback
+                await asyncio.sleep(config.source.retry)
             if source.caught_up.is_set():
                 progress.enter("polling")
 
@@ -324,10 +326,10 @@ class Life:
             'column itself; until then source.mode = "poll" is quieter',
         )
         self._progress.last_error, self._progress.last_hint = str(error), error.hint
-        log.error("stream.distrusted", error=error, retry_seconds=_DISTRUST)
+        log.error("stream.distrusted", error=error, retry_seconds=self._config.source.distrust)
         await source.caught_up.wait()
         self._progress.enter("polling")
-        await asyncio.sleep(_DISTRUST)
+        await asyncio.sleep(self._config.source.distrust)
 
     async def _poll(self, checkpoint: Checkpoint, *, from_now: bool) -> None:
         """source.mode = "poll": no slot, so none may hold WAL for us."""
@@ -338,8 +340,8 @@ class Life:
                 f"{', '.join(blind)} cannot be polled by snapshots: it has no xid and seq columns",
                 hint='`relay setup --adopt` adds them; or set poll.strategy = "claim"',
             )
-        if await slot_info(self._session, config.source.slot) is not None and checkpoint.phase != "new":
-            await drop_slot(self._session, config.source.slot, reason="source.mode is poll")
+        if checkpoint.phase != "new":
+            await self._drop_slots("source.mode is poll")
         self._progress.enter("polling")
         log.info("poll.started", interval=config.poll.interval, since=str(checkpoint.snap))
         await self._rounds(checkpoint, "poll", None, from_now=from_now, interval=config.poll.interval)
@@ -362,8 +364,8 @@ class Life:
         elif from_now:
             since = await store.sample()
         await store.save_polled("claim", since)
-        if await slot_info(self._session, config.source.slot) is not None and checkpoint.phase != "new":
-            await drop_slot(self._session, config.source.slot, reason="source.mode is poll")
+        if checkpoint.phase != "new":
+            await self._drop_slots("source.mode is poll")
 
         def tables(worker: int) -> list[ClaimTable]:
             return [
@@ -393,7 +395,9 @@ class Life:
         workers = Claims(config, self._sink, pipeline, self._progress, self._metrics, self._stopping, tables)
         self._progress.enter("polling")
         log.info("poll.started", strategy="claim", workers=config.poll.workers, since=str(since.snapshot))
-        beside = [self._tick(note), observe(config, self._metrics)]
+        beside = [self._tick(note), observe(config, self._metrics), *self._requests(workers)]
+        if all(mapping.xid_column for mapping in self._mappings):
+            beside.append(keep_history(config, store, tables(0), self._progress))
         if config.poll.notify:
             beside.append(listen(config, workers.wake))
         async with asyncio.TaskGroup() as group:
@@ -405,6 +409,12 @@ class Life:
                     task.cancel()
         with suppress(RelayError):
             await note()
+
+    async def _drop_slots(self, reason: str) -> None:
+        """Let go of all WAL that is kept for us."""
+        for name in (self._config.source.slot, self._config.source.anchor.slot):
+            if name:
+                await drop_slot(self._session, name, reason=reason)
 
     def _unpublished(self, *, claimed: bool) -> dict[str, sql.Composable]:
         """What a table's status says of its rows, where it has one; after claiming every table has one."""
@@ -451,12 +461,15 @@ class Life:
         pipeline.begin(NOWHERE)
         resumed = Gap.of(checkpoint.recovery) if checkpoint.recovery else None
         claimed = checkpoint.phase == "claim"
-        async with await connect(self._config.database, f"{self._config.relay.name} poll") as reading:
+        options = "-c synchronous_commit=on"  # rounds are saved here: the lock's session waits for notifications
+        async with await connect(self._config.database, f"{self._config.relay.name} poll", options=options) as reading:
             source = PollSource(
                 reading,
                 [mapping for mapping in self._mappings if mapping.recoverable],
                 self._route,
-                _Rounds(store, pipeline, phase, self._write_back, self._config.checkpoint, complete=not single),
+                _Rounds(
+                    store.on(reading), pipeline, phase, self._write_back, self._config.checkpoint, complete=not single
+                ),
                 self._progress,
                 since=since,
                 resumed=resumed,
@@ -484,7 +497,7 @@ class Life:
             if self._config.poll.notify and not single:
                 more.append(listen(self._config, source.wake))
             if not self._stopping.is_set():
-                await self._move(source, note_place, *more, observe(self._config, self._metrics))
+                await self._move(source, note_place, *more, *self._attendants())
                 with suppress(RelayError):
                     await note_place()
             else:
@@ -577,13 +590,18 @@ class Life:
                 self._memory.failed_audits = 0
 
         try:
-            await self._move(source, tick, source.attend(), observe(config, self._metrics), *self._requests())
+            await self._move(source, tick, source.attend(), *self._attendants(), *self._requests())
         finally:
             # Whatever ended it: what is acknowledged shall not come again. If this fails, too, it will: no harm done.
             with suppress(RelayError):
                 await checkpointer.save()
 
-    def _requests(self) -> Sequence[Coroutine[None, None, None]]:
+    def _attendants(self) -> list[Coroutine[None, None, None]]:
+        """Who looks at the slots from outside."""
+        anchored = self._config.source.anchor.slot and self._config.source.mode != "poll"
+        return [observe(self._config, self._metrics), *([keep(self._config)] if anchored else [])]
+
+    def _requests(self, injector: Injector | None = None) -> Sequence[Coroutine[None, None, None]]:
         """Serve requests, if ours is a sink that nobody else may write to."""
         if not Requests.needed(self._config):
             return ()
@@ -595,7 +613,8 @@ class Life:
         def stamp(run: str) -> bytes:
             return self._stamp("replay", run)
 
-        return (Requests(self._config, self._pipeline, self._progress, stamp, distrust_counts).run(),)
+        holder = injector or self._pipeline
+        return (Requests(self._config, holder, self._progress, stamp, distrust_counts).run(),)
 
     async def _move(
         self, source: Source, tick: Callable[[], Awaitable[None]], *beside: Coroutine[None, None, None]

@@ -43,6 +43,7 @@ class Gauges:
     slot_wal_status: str | None = None
     slot_retained_bytes: int | None = None  # WAL that Postgres keeps for the slot
     slot_safe_wal_bytes: int | None = None  # WAL that may still be written before the slot is lost
+    anchor_retained_bytes: int | None = None  # WAL that Postgres keeps for exact replays
 
 
 # Attribute of Progress, metric, help.
@@ -74,6 +75,7 @@ _GAUGES = (
     ("slot_active", "relay_slot_active", "1 if a session streams from the slot."),
     ("slot_retained_bytes", "relay_slot_retained_bytes", "WAL that Postgres keeps for the slot."),
     ("slot_safe_wal_bytes", "relay_slot_safe_wal_bytes", "WAL that may be written before the slot is lost."),
+    ("anchor_retained_bytes", "relay_anchor_retained_bytes", "WAL that Postgres keeps for the anchor slot."),
 )
 
 

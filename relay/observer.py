@@ -27,7 +27,7 @@ _SHARE = 0.02  # of the time at most is spent on looking: counting a huge backlo
 async def observe(config: Config, metrics: Metrics) -> None:
     """Refresh the gauges until cancelled; raises when Postgres goes away, as the other sessions do."""
     name = f"{config.relay.name} observer"
-    warned = ""
+    warned: dict[str, str] = {}
     try:
         async with await connect(config.database, name, options="-c statement_timeout=10s") as session:
             while True:
@@ -43,16 +43,19 @@ async def observe(config: Config, metrics: Metrics) -> None:
                 gauges.slot_wal_status = slot["wal_status"]
                 gauges.slot_retained_bytes = slot["retained_bytes"]
                 gauges.slot_safe_wal_bytes = slot["safe_wal_size"]
+                anchor = seen["anchor"]
+                gauges.anchor_retained_bytes = anchor["retained_bytes"] if anchor else None
                 bound, retained = config.source.max_retained_wal, slot["retained_bytes"] or 0
                 if config.source.mode == "auto" and 0 < bound < retained:
                     raise SlotGivenUp(
                         f"the slot holds {retained:,} bytes of WAL, more than source.max_retained_wal ({bound:,})",
                         hint="the slot is dropped and the table polled until it is caught up; find out what is slow",
                     )
-                warning = danger(slot)
-                if warning and warning != warned:
-                    log.warning("slot.endangered", **{k: slot[k] for k in _TOLD}, hint=warning)
-                warned = warning
+                for each in (slot, anchor) if anchor else (slot,):
+                    warning = danger(each)
+                    if warning and warning != warned.get(each["name"]):
+                        log.warning("slot.endangered", **{k: each[k] for k in _TOLD}, hint=warning)
+                    warned[each["name"]] = warning
                 await asyncio.sleep(max(_INTERVAL, (time.monotonic() - started) / _SHARE))
     finally:
         metrics.gauges = Gauges()  # a stand-by must not show what it saw while it was active

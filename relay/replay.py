@@ -12,7 +12,8 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -20,23 +21,26 @@ import orjson
 import structlog
 
 from relay import bookmark
+from relay.adopt import condition
+from relay.anchor import Bounds, exact_window
 from relay.backoff import Backoff
 from relay.config import Config
 from relay.errors import ConfigError, ContractError, EventRejected, OperatorError, SetupError, TransientError
 from relay.event import Batch
-from relay.history import end, known_points, parse_lsn, parse_time, start
+from relay.history import Known, Point, end, known_points, parse_lsn, parse_time, start
 from relay.lsn import NOWHERE
-from relay.outbox import Binding, mappings
+from relay.outbox import Binding, ClaimColumns, mappings
 from relay.routing import Router
 from relay.sink import Sink, exclusive, open_plain_sink
+from relay.source.anchor import WalRows
 from relay.source.selection import PAGE, Page, Place, SelectedRows, Selection, replayed
 from relay.source.session import Session, connect
 from relay.source.slot import fetch, identity_of, table_columns
 
 log = structlog.get_logger("relay.replay")
 
-Show = Callable[[int, int], None]
-"""published, total: called as a replay goes on."""
+Show = Callable[[int, int | None], None]
+"""published, total (None: not known): called as a replay goes on."""
 
 _WATCH = 0.3  # seconds between two looks at a request
 _LONELY = 10.0  # … after which it is said that no relay took it up
@@ -59,6 +63,7 @@ class Wish:
     table: str | None = None
     topic: str | None = None
     rate: float | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class Report:
 
     run: str
     state: str  # counted | requested | done
-    total: int
+    total: int | None  # None: not counted before
     published: int = 0
     skipped: int = 0
     request: int | None = None
@@ -88,6 +93,8 @@ def check_wish(wish: Wish) -> None:
         faults.append("--id stands alone")
     if not begins and not wish.ids and wish.key is None:
         faults.append("say what to replay: --from-lsn, --since, --bookmark, --seq, --key or --id")
+    if wish.exact and (wish.ids or wish.seq is not None or wish.to_seq is not None or not begins):
+        faults.append("--exact needs --from-lsn, --since or --bookmark, and knows no --seq and no --id")
     if wish.rate is not None and wish.rate <= 0:
         faults.append("--rate must be more than 0")
     if faults:
@@ -99,6 +106,8 @@ async def resolve(session: Session, config: Config, wish: Wish) -> Selection:
     check_wish(wish)
     name, now = config.relay.name, datetime.now(UTC)
     known = await known_points(session, name)
+    if wish.exact:
+        return await _exactly(session, config, known, wish)
     since: str | None = None
     if wish.from_lsn is not None:
         since = start(known, lsn=parse_lsn(wish.from_lsn)).snap
@@ -113,12 +122,6 @@ async def resolve(session: Session, config: Config, wish: Wish) -> Selection:
         until = end(known, at=parse_time(wish.until, now)).snap
     elif wish.to_bookmark is not None:
         until = (await bookmark.find(session, name, wish.to_bookmark)).snap
-    table = None
-    if wish.table is not None:
-        table = wish.table if "." in wish.table else f"public.{wish.table}"
-        if table not in [outbox.table for outbox in config.outbox]:
-            known_tables = ", ".join(outbox.table for outbox in config.outbox)
-            raise ConfigError([f"{table} is not an outbox table of this relay (it has {known_tables})"])
     return Selection(
         until=until,
         since=since,
@@ -126,10 +129,60 @@ async def resolve(session: Session, config: Config, wish: Wish) -> Selection:
         last_seq=wish.to_seq,
         key=wish.key,
         ids=wish.ids or None,
-        table=table,
+        table=_table(config, wish),
         topic=wish.topic,
         rate=wish.rate,
+        claimed=known.claimed,
     )
+
+
+async def _exactly(session: Session, config: Config, known: Known, wish: Wish) -> Selection:
+    if not config.source.anchor.slot:
+        raise ConfigError(
+            ["--exact: there is no anchor slot to read from"],
+            hint="source.anchor.slot names one; it holds what is published from then on (docs/replay.md)",
+        )
+    now = datetime.now(UTC)
+
+    async def marked(name: str | None) -> Point | None:
+        if name is None:
+            return None
+        mark = await bookmark.find(session, config.relay.name, name)
+        return Point(mark.at, mark.lsn, mark.snap)
+
+    bounds = Bounds(
+        lsn=parse_lsn(wish.from_lsn) if wish.from_lsn is not None else None,
+        at=parse_time(wish.since, now) if wish.since is not None else None,
+        mark=await marked(wish.bookmark),
+        to_lsn=parse_lsn(wish.to_lsn) if wish.to_lsn is not None else None,
+        until=parse_time(wish.until, now) if wish.until is not None else None,
+        to_mark=await marked(wish.to_bookmark),
+    )
+    return Selection(
+        until=known.now.snap,
+        key=wish.key,
+        table=_table(config, wish),
+        topic=wish.topic,
+        rate=wish.rate,
+        wal=await exact_window(session, config, known, bounds),
+    )
+
+
+def _table(config: Config, wish: Wish) -> str | None:
+    if wish.table is None:
+        return None
+    table = wish.table if "." in wish.table else f"public.{wish.table}"
+    if table not in [outbox.table for outbox in config.outbox]:
+        known_tables = ", ".join(outbox.table for outbox in config.outbox)
+        raise ConfigError([f"{table} is not an outbox table of this relay (it has {known_tables})"])
+    return table
+
+
+async def reader_of(session: Session, config: Config, selection: Selection) -> Reader | WalRows:
+    """From the table, or from the WAL."""
+    if selection.wal is not None:
+        return WalRows(session, config, selection)
+    return await Reader.of(session, config, selection)
 
 
 class Reader:
@@ -160,13 +213,16 @@ class Reader:
                     hint="`relay setup --adopt` adds them; --table leaves this one out",
                 )
             routing = config.outbox[mapping.ordinal].routing or config.routing
-            tables.append(SelectedRows(present, types, route, routing, selection))
+            open_ = None
+            if selection.claimed:  # the table says what is unpublished, the snapshot does not
+                open_ = condition(ClaimColumns.of(config.outbox[mapping.ordinal], types).unpublished)
+            tables.append(SelectedRows(present, types, route, routing, selection, open_))
         return cls(session, tables, selection.rate)
 
     async def count(self, place: Place = Place()) -> int:  # noqa: B008  a tuple
         return sum([await table.count(self._session, _after(table, place)) for table in self._behind(place)])
 
-    async def pages(self, stamp: bytes, place: Place = Place()) -> AsyncIterator[Page]:  # noqa: B008
+    async def pages(self, stamp: bytes, place: Place = Place()) -> AsyncGenerator[Page, None]:  # noqa: B008
         for table in self._behind(place):
             own = b"%b%d:" % (stamp, table.mapping.ordinal)
             async for page in table.pages(self._session, _after(table, place), own, self._size):
@@ -207,8 +263,9 @@ async def replay(config: Config, wish: Wish, show: Show, *, dry_run: bool = Fals
     run = new_run()
     async with await connect(config.database, "relay replay") as session:
         selection = await resolve(session, config, wish)
-        reader = await Reader.of(session, config, selection)
-        total = await reader.count()
+        reader = await reader_of(session, config, selection)
+        # From the WAL, counting is as much work as reading.
+        total = await reader.count() if dry_run or selection.wal is None else None
         if dry_run:
             return Report(run, "counted", total)
         if await exclusive(config):
@@ -224,7 +281,13 @@ async def replay(config: Config, wish: Wish, show: Show, *, dry_run: bool = Fals
 
 
 async def _publish(
-    session: Session, config: Config, selection: Selection, reader: Reader, run: str, total: int, show: Show
+    session: Session,
+    config: Config,
+    selection: Selection,
+    reader: Reader | WalRows,
+    run: str,
+    total: int | None,
+    show: Show,
 ) -> Report:
     identity = await identity_of(session)
     stamp = f"{config.relay.name}:{identity.system_identifier}:0:replay:{run}:".encode()
@@ -233,13 +296,14 @@ async def _publish(
     published = skipped = 0
     show(0, total)
     try:
-        async for page in reader.pages(stamp):
-            skipped += len(page.rejected)
-            await pace.wait(len(page.events))
-            events = replayed(page.events, run, selection.topic)
-            await publisher.publish(Batch(events, NOWHERE, page.size, time.monotonic()), page.place)
-            published += len(events)
-            show(published, total)
+        async with aclosing(reader.pages(stamp)) as pages:
+            async for page in pages:
+                skipped += len(page.rejected)
+                await pace.wait(len(page.events))
+                events = replayed(page.events, run, selection.topic)
+                await publisher.publish(Batch(events, NOWHERE, page.size, time.monotonic()), page.place)
+                published += len(events)
+                show(published, total)
     finally:
         await sink.close()
     return Report(run, "done", total, published, skipped)
@@ -281,14 +345,8 @@ class _Publisher:
 
 
 async def _request(
-    session: Session, config: Config, selection: Selection, run: str, total: int, show: Show, *, detach: bool
+    session: Session, config: Config, selection: Selection, run: str, total: int | None, show: Show, *, detach: bool
 ) -> Report:
-    claims = "SELECT FROM public.outbox_relay_checkpoint WHERE relay = %s AND phase = 'claim'"
-    if await fetch(session, claims, config.relay.name):
-        raise SetupError(
-            'a relay with poll.strategy = "claim" does not replay into its fenced streams',
-            hint='set sink.jetstream.mode = "shared": the command then publishes by itself; or stream',
-        )
     rows = await fetch(
         session,
         "INSERT INTO public.outbox_relay_requests (relay, run, selection, total) VALUES (%s, %s, %s::jsonb, %s)"
@@ -317,7 +375,7 @@ async def _request(
             return Report(run, "done", total, published, skipped, request)
         if state == "failed":
             raise OperatorError(
-                f"the replay failed after {published} of {total} events: {error}",
+                f"the replay failed after {published}{'' if total is None else f' of {total}'} events: {error}",
                 hint="the log of the active relay says more",
             )
         if state == "requested" and not told and time.monotonic() - asked > _LONELY:

@@ -1,29 +1,29 @@
 """Requests to the active relay: replays into streams that nobody else may write to.
 
-A task beside the pipeline looks for them, reads the rows on a session of its own, and hands them to the pipeline a page
-at a time, so that the stream's own events hardly wait. The place is saved after every page: a restart continues there,
-and what of a page was stored before a crash is recognised by its message id. A request that cannot be carried out is
-marked as failed; it never stops the relay.
+A task beside the pipeline (or beside the workers that claim) looks for them, reads the rows on a session of its own,
+and hands them on a page at a time, so that the relay's own events hardly wait. The place is saved after every page: a
+restart continues there, and what of a page was stored before a crash is recognised by its message id. A request that
+cannot be carried out is marked as failed; it never stops the relay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 import structlog
 
 from relay.config import Config
 from relay.errors import OperatorError, RelayError, SetupError, TransientError
-from relay.event import Batch
+from relay.event import Batch, Rejected
 from relay.lsn import NOWHERE
-from relay.pipeline import Pipeline
 from relay.progress import Progress
-from relay.replay import Pace, Reader
+from relay.replay import Pace, reader_of
 from relay.sink.subjects import covers, fault
 from relay.source.selection import Place, Selection, replayed
 from relay.source.session import Session, connect
@@ -37,6 +37,14 @@ _NEXT = """
     SELECT id, run, selection::text, published, skipped, place::text FROM public.outbox_relay_requests
     WHERE relay = %s AND state IN ('requested', 'running') ORDER BY id LIMIT 1
 """
+
+
+class Injector(Protocol):
+    """Whoever holds the sink: the pipeline, or the workers that claim."""
+
+    def injecting(self) -> AbstractContextManager[None]: ...
+
+    async def inject(self, batch: Batch) -> Sequence[Rejected]: ...
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class Requests:
     def __init__(
         self,
         config: Config,
-        pipeline: Pipeline,
+        injector: Injector,
         progress: Progress,
         stamp: Callable[[str], bytes],
         distrust_counts: Callable[[], Awaitable[None]],
@@ -65,7 +73,7 @@ class Requests:
         `distrust_counts` makes durable that the broker's destinations hold more than the stream's own events.
         """
         self._config = config
-        self._pipeline = pipeline
+        self._injector = injector
         self._progress = progress
         self._stamp = stamp
         self._distrust_counts = distrust_counts
@@ -118,19 +126,21 @@ class Requests:
 
     async def _replay(self, session: Session, request: _Request) -> bool:
         """False: somebody cancelled it."""
-        selection, pipeline, pace = request.selection, self._pipeline, Pace(request.selection.rate)
+        selection, injector, pace = request.selection, self._injector, Pace(request.selection.rate)
         if not await self._save(session, request, "running"):
             return False
-        reader = await Reader.of(session, self._config, selection)
+        reader = await reader_of(session, self._config, selection)
         lane = f"replay:{request.run}".encode()  # what is refused holds up this replay, and nobody else
-        with pipeline.injecting():
+        async with AsyncExitStack() as stack:
+            stack.enter_context(injector.injecting())
             await self._distrust_counts()
-            async for page in reader.pages(self._stamp(request.run), request.place):
+            pages = await stack.enter_async_context(aclosing(reader.pages(self._stamp(request.run), request.place)))
+            async for page in pages:
                 await pace.wait(len(page.events))
                 events = replayed(page.events, request.run, selection.topic, key=lane)
                 if events:
                     batch = Batch(events, NOWHERE, page.size, time.monotonic())
-                    rejected = await pipeline.inject(batch)
+                    rejected = await injector.inject(batch)
                     if rejected:
                         event, reason = rejected[0]
                         raise SetupError(f"event {event.id.decode(errors='replace')!r} cannot be published: {reason}")

@@ -2,7 +2,7 @@
 
 First everything is looked at, then a plan is made (pure), then it is carried out in one transaction; a dry run stops
 before that. Adopting tables (adopt.py) comes after it, table by table. It never drops or rewrites anything, and it
-never makes the slot: the first `relay run` does, because the publication must exist before it.
+never makes the relay's slot: the first `relay run` does, because the publication must exist before it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Found:
     broken_indexes: frozenset[str] = frozenset()
     slot: SlotInfo | None = None  # the one to be continued
     saved: Saved | None = None
+    anchor: SlotInfo | None = None  # the one that exact replays read
+    streamed: bool = False  # the relay's own slot is there, and whoever runs setup may copy it
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +228,19 @@ async def look(session: Session, config: Config, wish: Wish) -> Found:
         unpublished=unpublished,
         broken_indexes=frozenset(broken),
         slot=await slot_info(session, wish.from_slot) if wish.from_slot else None,
+        anchor=await slot_info(session, config.source.anchor.slot) if config.source.anchor.slot else None,
+        streamed=await _streamed(session, config),
         saved=await _saved(session, config) if wish.from_slot and RELAY_TABLES[0] in {n for (n,) in present} else None,
     )
+
+
+async def _streamed(session: Session, config: Config) -> bool:
+    query = """
+        SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = current_user AND (rolreplication OR rolsuper))
+           AND EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s AND slot_type = 'logical'
+                       AND database = current_database() AND wal_status <> 'lost' AND confirmed_flush_lsn IS NOT NULL)
+    """
+    return bool((await fetch(session, query, config.source.slot))[0][0])
 
 
 async def _saved(session: Session, config: Config) -> Saved | None:
@@ -287,6 +300,8 @@ def plan(config: Config, found: Found, wish: Wish) -> list[Step]:
         steps.append(continued(config, found.server, found.slot, found.saved, wish.from_slot))
     if found.role:
         steps += _role(found.role, config, found)
+    if config.source.anchor.slot and config.source.mode != "poll":
+        steps.append(_anchor(config, found))
     for outbox in config.outbox:
         table = found.outboxes[outbox.table]
         if wish.adopt and table is not None:
@@ -390,6 +405,21 @@ def _publication(config: Config, found: Found) -> list[Step]:
         note = f"also publishes {', '.join(publication.other_operations)}, which the relay reads and throws away: "
         steps.append(Step(subject, "warning", note=note + f"ALTER PUBLICATION {name} SET (publish = 'insert');"))
     return steps
+
+
+def _anchor(config: Config, found: Found) -> Step:
+    """A copy of the relay's slot; the relay makes it too, and anew when it is gone."""
+    name = config.source.anchor.slot
+    subject = f"anchor slot {name}"
+    if found.anchor is not None:
+        if found.anchor.slot_type != "logical" or found.anchor.database != found.server.database:
+            return Step(subject, "warning", note="is not a logical slot of this database: name another")
+        return Step(subject, "present")
+    if not found.streamed:
+        return Step(subject, "present", note="not yet: the relay makes it when it streams")
+    names = (sql.Literal(each).as_string(None) for each in (config.source.slot, name))
+    copy = f"SELECT pg_copy_logical_replication_slot({', '.join(names)});"
+    return Step(subject, "created", copy, "a copy of the relay's slot", alone=True)
 
 
 def written(config: Config, outbox: Outbox, table: TableInfo | None) -> list[str]:

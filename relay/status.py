@@ -42,7 +42,7 @@ async def status(config: Config) -> dict[str, Any]:
 async def read(session: Session, config: Config) -> dict[str, Any]:
     """The same, on a session that is there already."""
     server = await server_info(session)
-    slot = await slot_info(session, config.source.slot)
+    slot, anchor = await slot_info(session, config.source.slot), config.source.anchor.slot
     checkpoint = await _checkpoint(session, config.relay.name)
     pending, oldest = await _backlog(session, config, checkpoint)
     return {
@@ -59,6 +59,7 @@ async def read(session: Session, config: Config) -> dict[str, Any]:
         "pending": pending,
         "dead_letters": await _dead_letters(session, config.relay.name),
         "slot": _slot(server, slot, config.source.slot),
+        "anchor": _slot(server, await slot_info(session, anchor), anchor) if anchor else None,
         "checkpoint": {key: checkpoint[key] for key in ("lsn", "epoch", "updated_at", "phase")} if checkpoint else None,
     }
 
@@ -214,6 +215,9 @@ def render(status: dict[str, Any]) -> RenderableType:
         table.add_row("WAL kept", f"{_bytes(slot['retained_bytes'])}, until lost {_bytes(slot['safe_wal_size'])}")
     else:
         table.add_row("slot", f"{slot['name']} does not exist (the first `relay run` makes it)")
+    if anchor := status["anchor"]:
+        kept = f"keeps {_bytes(anchor['retained_bytes'])}" if anchor["exists"] else "does not exist"
+        table.add_row("anchor", f"{anchor['name']} {kept}")
     if checkpoint:
         at = (
             f"{checkpoint['lsn']}, epoch {checkpoint['epoch']}, phase {checkpoint['phase']}, {checkpoint['updated_at']}"

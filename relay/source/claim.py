@@ -47,6 +47,7 @@ class Claimed:
     rows: list[Row] = field(default_factory=list)
     size: int = 0
     full: bool = False  # there may be more
+    age: float | None = None  # seconds since the oldest of them was written, by the clock of Postgres
 
 
 @dataclass(slots=True)
@@ -89,24 +90,42 @@ class ClaimTable:
         self._table = _text(sql.Identifier(*split(mapping.table)))
         self._id = _text(sql.Identifier(name))
         self._ids = f"%(ids)s::text[]::{types[name].replace('%', '%%')}[]"
-        self._query = self._claim_query(_key(routing, mapping), since, worker)
+        created_at = mapping.columns[CREATED_AT]
+        self._aged = created_at if types.get(created_at, "").startswith("timestamp") else ""
+        self._open = self._open_condition(since)
+        self._query = self._claim_query(_key(routing, mapping), worker)
         self._mark_query = (
             f"UPDATE {self._table} SET {_assigned(columns.write_back)} WHERE {self._id} = ANY({self._ids})"
         )
 
-    def _claim_query(self, key: str, since: Snapshot, worker: int) -> bytes:
-        columns, settings, held = self._columns, self._settings, ""
+    def _open_condition(self, since: Snapshot) -> str:
+        columns = self._columns
+        open_ = _text(condition(columns.unpublished))
+        if columns.attempts and not columns.failed:
+            open_ += f" AND coalesce({_name(columns.attempts)}, 0) < {self._settings.max_attempts}"
+        if self._mapping.xid_column and since != EMPTY:
+            open_ += f" AND {_unseen(self._mapping.xid_column, since)}"
+        return open_
+
+    async def open_in(self, session: Session, snapshot: Snapshot) -> bool:
+        """Whether rows that the snapshot sees are still to be published, by any worker."""
+        xid = _name(self._mapping.xid_column)
+        query = (
+            f"SELECT FROM {self._table} WHERE {self._open}"
+            f" AND ({xid} IS NULL OR pg_visible_in_snapshot({xid}, %(snapshot)s::pg_snapshot)) LIMIT 1"
+        )
+        with translated():
+            cursor = await session.execute(query.encode(), {"snapshot": str(snapshot)})
+        return cursor.rowcount > 0
+
+    def _claim_query(self, key: str, worker: int) -> bytes:
+        columns, settings, held, open_ = self._columns, self._settings, "", self._open
         places = [self._mapping.columns[SEQ]] if self._mapping.columns[SEQ] else []
         places = places or [
             column for column in (self._mapping.columns[CREATED_AT], self._mapping.columns[ID]) if column
         ]
         order = ", ".join(_text(sql.Identifier(column)) for column in places)
         newest = ", ".join(f"{_text(sql.Identifier(column))} DESC" for column in places)
-        open_ = _text(condition(columns.unpublished))
-        if columns.attempts and not columns.failed:
-            open_ += f" AND coalesce({_name(columns.attempts)}, 0) < {settings.max_attempts}"
-        if self._mapping.xid_column and since != EMPTY:
-            open_ += f" AND {_unseen(self._mapping.xid_column, since)}"
         if settings.workers > 1:
             open_ += (
                 f" AND abs(mod(hashtextextended(coalesce({key}, {self._id}::text), 0), {settings.workers})) = {worker}"
@@ -122,6 +141,7 @@ class ClaimTable:
             waiting = "SELECT unnest(%(keys)s::text[]) AS relay_key"
         listed = ", ".join(map(_name, self._names))
         attempts = f"coalesce({_name(columns.attempts)}, 0)" if columns.attempts else "0"
+        age = f"extract(epoch FROM clock_timestamp() - {_name(self._aged)})" if self._aged else "NULL"
         query = f"""
             WITH waiting AS MATERIALIZED ({waiting}),
             claimed AS MATERIALIZED (
@@ -133,7 +153,8 @@ class ClaimTable:
                 WHERE {open_} AND ({order}) < (SELECT {order} FROM claimed ORDER BY {newest} LIMIT 1)
                 AND {key} IN (SELECT relay_key FROM claimed) AND {self._id} NOT IN (SELECT {self._id} FROM claimed))
             SELECT {listed}, relay_key, relay_attempts, EXISTS (
-                SELECT FROM locked WHERE other_key = relay_key AND place < ROW({order})) AS relay_behind
+                SELECT FROM locked WHERE other_key = relay_key AND place < ROW({order})) AS relay_behind,
+                {age} AS relay_age
             FROM claimed ORDER BY {order}
         """
         return query.encode()
@@ -165,6 +186,8 @@ class ClaimTable:
                 faulty.add(lane)
             claimed.rows.append(row)
             claimed.size += sum(len(cell) for cell in cells if cell is not None)
+            if (age := result.get_value(i, width + 3)) is not None:
+                claimed.age = max(claimed.age or 0.0, float(age))
         return claimed
 
     def _row(self, cells: Sequence[Cell], lane: Cell, attempts: int) -> Row:

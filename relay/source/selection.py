@@ -33,6 +33,30 @@ _SEEN: LiteralString = """
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A point: everything committed before the LSN, and everything that the snapshot sees."""
+
+    lsn: str
+    snap: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of the WAL, for an exact replay: from `begin` up to `stop`, and which transactions of it count."""
+
+    begin: str
+    stop: str
+    cuts: tuple[Cut, ...]  # only what is before all of these
+    seen: str | None = None  # not what this snapshot sees
+    since: float | None = None  # committed from then on (Unix time)
+    until: float | None = None  # … up to then
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Window:
+        return cls(**{**saved, "cuts": tuple(Cut(**cut) for cut in saved["cuts"])})
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """Rows that `until` sees and `since` does not, narrowed by the rest; and what is done with them."""
 
@@ -45,10 +69,14 @@ class Selection:
     table: str | None = None  # only this one
     topic: str | None = None  # publish there instead
     rate: float | None = None  # events per second, at most
+    wal: Window | None = None  # exactly, from the WAL instead of the table
+    claimed: bool = False  # rows are claimed: those that the table calls unpublished are not part of it
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Selection:
-        return cls(**{**saved, "ids": tuple(saved["ids"]) if saved.get("ids") is not None else None})
+        ids = tuple(saved["ids"]) if saved.get("ids") is not None else None
+        wal = Window.of(saved["wal"]) if saved.get("wal") else None
+        return cls(**{**saved, "ids": ids, "wal": wal})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,13 +111,18 @@ class SelectedRows:
         route: Callable[[Binding], Router],
         routing: Routing,
         selection: Selection,
+        unpublished: sql.Composable | None = None,
     ) -> None:
+        """`unpublished`: a condition; such rows are left out."""
         self.mapping = mapping
         self._rows = TableRows(mapping, route, None)
         self._parts: dict[str, sql.Composable] = {}
         self._values: dict[str, Any] = {"until": selection.until, "since": selection.since}
         self._where: LiteralString = "true"
         columns = mapping.columns
+        if unpublished is not None:
+            self._where += " AND ({unpublished}) IS NOT TRUE"
+            self._parts["unpublished"] = unpublished
         if mapping.recoverable:
             self._where += _SEEN
             if selection.since is not None:

@@ -100,6 +100,36 @@ async def test_killed_while_it_heals(scene: Scene) -> None:
         await relay.stopped()
 
 
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G5")
+async def test_a_stream_that_lacks_rows_twice_in_a_row_is_not_trusted_for_a_while(scene: Scene) -> None:
+    """Somebody stamps rows anew: the publication looks right, and the stream has no such inserts."""
+    scene.configure(source={"distrust": "3s"})
+    stamp = "UPDATE outbox_events SET xid = pg_current_xact_id()"
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        scene.ledger.write(10)
+        await scene.complete(relay)
+        await scene.covered()  # in one window with the inserts it would not be noticed, and would do no harm
+        scene.execute(stamp)
+        await relay.says("audit.healed")
+        await relay.says_again("stream.started", 1)
+        await scene.covered()
+        assert not relay.said("stream.distrusted")
+        scene.execute(stamp)
+        line = await relay.says("stream.distrusted")
+        assert (line["retry_seconds"], "relay check" in line["hint"]) == (3, True), line
+        await eventually(lambda: relay.status.get("state") == "polling", "it polls", context=lambda: relay.output)
+        scene.ledger.write(10, seed=2)
+        await scene.complete(relay)  # meanwhile from the table
+        await relay.says_again("stream.started", 2)
+        scene.ledger.write(10, seed=3)
+        await scene.complete(relay)
+        await scene.covered()
+        assert len(relay.said("stream.distrusted")) == 1
+        await relay.stopped()
+
+
 @pytest.mark.guarantee("G3")
 async def test_restarts_between_windows_raise_no_alarm(scene: Scene) -> None:
     """Killed and stopped in turn, under load: what was counted before counts afterwards."""

@@ -11,11 +11,13 @@ import psycopg
 import pytest
 from pydantic import SecretStr
 
+from relay import bookmark
 from relay.app import Relay
 from relay.check import check
 from relay.config import Config
 from relay.embedded import NatsServer
-from relay.errors import ContractError
+from relay.errors import ContractError, SetupError
+from relay.replay import Wish, replay
 from relay.setup import setup
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
@@ -311,3 +313,42 @@ def claims_soon(scene: Scene) -> bool:
             "%claim 0",
         )[0]
     )
+
+
+async def test_a_history_to_replay_from_and_how_long_delivery_took(scene: Scene) -> None:
+    """What is open is not part of a replay; what was published after a point is, and a request is served meanwhile."""
+    scene.configure(checkpoint={"history_interval": "50ms"})
+    config = config_of(scene.sections)
+    with RelayProcess(scene.path) as relay:
+        await relay.says("poll.started")
+        with pytest.raises(SetupError, match="has none yet"):
+            await bookmark.add(config, "too soon")
+        scene.ledger.write(10)
+        await scene.settled(relay)
+        first = len(scene.ledger.journal)
+        covered = (
+            "SELECT NOT EXISTS (SELECT FROM outbox_events e WHERE NOT EXISTS (SELECT FROM outbox_relay_history h"
+            " WHERE pg_visible_in_snapshot(e.xid, h.snap)))"
+        )
+        await eventually(lambda: scene.query(covered)[0], "a point that sees all", context=lambda: relay.output)
+        await bookmark.add(config, "half")
+        (at, lsn) = scene.query("SELECT clock_timestamp()::text, pg_current_wal_insert_lsn()::text")
+        scene.ledger.write(10, seed=2)
+        await scene.settled(relay)
+        second = {entry.id for entry in scene.ledger.journal[first:]}
+        # One that nobody can publish: open, so not part of any replay.
+        scene.execute("INSERT INTO outbox_events (aggregate_id, topic, headers) VALUES ('k', 'x', '[1]')")
+        await eventually(lambda: relay.counter("rejected_events"), "it is rejected")
+        for wish in ({"bookmark": "half"}, {"since": at}, {"from_lsn": lsn}):
+            report = await replay(config, Wish(**wish), lambda _published, _total: None)
+            assert (report.state, report.request is None) == ("done", False)
+            stored = await scene.read()
+            found = [item.id.decode() for item in stored if item.headers.get("relay-replayed") == report.run.encode()]
+            assert set(found) == second and len(found) == len(second), wish
+        scene.ledger.write(5, seed=3)
+        stored = await scene.ledger.arrived(scene.read, relay)
+        scene.ledger.check([item for item in stored if "relay-replayed" not in item.headers])
+        _, metrics = relay.http("/metrics")
+        assert "relay_delivery_seconds_count" in metrics
+        assert 'relay_delivery_seconds_count{relay="outbox_relay",service="outbox_relay"} 0.0' not in metrics
+        await relay.stopped()

@@ -24,6 +24,18 @@ async def scene(request: pytest.FixtureRequest, nats: Nats, prefix: str, tmp_pat
     return await made.set_up()
 
 
+SAVED = "SELECT xmin::text, ctid::text"
+
+
+def at_rest(scene: Scene, query: str) -> bool:
+    """The same answer during many rounds."""
+    before, until = scene.query(query), time.monotonic() + 1
+    while time.monotonic() < until:
+        if scene.query(query) != before:
+            return False
+    return True
+
+
 class Slow(threading.Thread):
     """Transactions that draw their seq early and commit late: what kills `id > last`."""
 
@@ -102,14 +114,19 @@ async def test_a_backlog_is_read_in_pages(scene: Scene) -> None:
 
 
 @pytest.mark.guarantee("G7")
-async def test_idle_polling_writes_no_wal(scene: Scene) -> None:
+@pytest.mark.parametrize("strategy", ["snapshot", "claim"])
+async def test_idle_polling_writes_no_wal(scene: Scene, strategy: str) -> None:
+    scene.configure(poll={"strategy": strategy, "min_interval": "20ms", "max_interval": "50ms"})
     with RelayProcess(scene.path) as relay:
         scene.ledger.write(5)
         await scene.settled(relay)
-        saved = "SELECT xmin::text, ctid::text FROM outbox_relay_checkpoint"
+        # A new version of the row, or a transaction id that somebody took.
+        saved = (
+            "SELECT xmin::text, ctid::text, pg_snapshot_xmax(pg_current_snapshot())::text FROM outbox_relay_checkpoint"
+        )
 
         def quiet() -> bool:
-            """No new version of the row during many rounds."""
+            """Nothing of the kind during many rounds."""
             before, until = scene.query(saved), time.monotonic() + 1
             while time.monotonic() < until:
                 if scene.query(saved) != before:
@@ -117,6 +134,37 @@ async def test_idle_polling_writes_no_wal(scene: Scene) -> None:
             return True
 
         await eventually(quiet, "it comes to rest")
+        await relay.stopped()
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("strategy", ["snapshot", "claim"])
+async def test_an_idle_outbox_with_busy_neighbours_keeps_nothing(scene: Scene, strategy: str) -> None:
+    """Neither WAL (no slot), nor dead rows (no old snapshot), nor checkpoints of its own."""
+    scene.configure(poll={"strategy": strategy, "min_interval": "20ms", "max_interval": "50ms"})
+    scene.execute("CREATE TABLE neighbour (id bigint, pad text)")
+    with RelayProcess(scene.path) as relay:
+        scene.ledger.write(5)
+        await scene.settled(relay)
+        saved = f"{SAVED} FROM outbox_relay_checkpoint"
+        await eventually(lambda: at_rest(scene, saved), "it comes to rest")
+        rest = scene.query(saved)
+        (busy,) = scene.query("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
+        for _ in range(20):
+            scene.execute("INSERT INTO neighbour SELECT i, repeat('x', 500) FROM generate_series(1, 1000) i")
+
+        def moved_on() -> bool:
+            """All sessions of the relay have looked since, and hold nothing older."""
+            held = scene.query(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'outbox_relay%%'"
+                " AND age(backend_xmin) > age(%s::xid8::xid)",
+                busy,
+            )
+            return held == (0,)
+
+        await eventually(moved_on, "no old snapshot is held", context=lambda: relay.output)
+        assert scene.slot is None
+        assert scene.query(saved) == rest
         await relay.stopped()
 
 

@@ -23,7 +23,7 @@ from tests.scene import Scene
 from tests.sinks import Stored, read_kafka
 
 
-def quiet(_published: int, _total: int) -> None:
+def quiet(_published: int, _total: int | None) -> None:
     """Nobody watches."""
 
 
@@ -32,7 +32,9 @@ async def ask(scene: Scene, **wish: Any) -> Report:
 
 
 async def count(scene: Scene, **wish: Any) -> int:
-    return (await replay(config_of(scene.sections), Wish(**wish), quiet, dry_run=True)).total
+    total = (await replay(config_of(scene.sections), Wish(**wish), quiet, dry_run=True)).total
+    assert total is not None
+    return total
 
 
 def again(stored: list[Stored], run: str) -> list[str]:

@@ -68,6 +68,7 @@ def full() -> Metrics:
         slot_wal_status="extended",
         slot_retained_bytes=1024,
         slot_safe_wal_bytes=2048,
+        anchor_retained_bytes=512,
     )
     metrics.observe(0.004, 0.002)
     metrics.failed(SinkUnavailable("down"))
