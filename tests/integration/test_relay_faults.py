@@ -176,42 +176,6 @@ async def test_postgres_restarted(own_postgres: PostgresServer, nats: Nats, pref
         await relay.stopped()
 
 
-@pytest.mark.guarantee("G11")
-@pytest.mark.parametrize("version", ["15", "18"])
-@pytest.mark.parametrize("broker", ["killed", "frozen"])
-async def test_postgres_stops_fast_while_the_broker_is_down(
-    start_postgres: Callable[..., PostgresServer],
-    own_nats: NatsServer,
-    prefix: str,
-    tmp_path: Path,
-    version: str,
-    broker: str,
-) -> None:
-    server = start_postgres(version)
-    scene = await Scene(server.dsn(), own_nats.url, prefix, tmp_path).set_up()
-    with RelayProcess(scene.path) as relay:
-        await relay.streaming()
-        await relay.says("sink.opened")
-        if broker == "killed":
-            own_nats.kill()
-        else:
-            own_nats.freeze()
-        scene.execute(MANY, f"{prefix}.orders", 100_000)
-        await eventually(lambda: relay.status["in_flight"]["events"] >= 1000, "the window is full")
-        # Raises when it takes longer. A relay in the way would hold it for ever; alone it takes less than 3 s, but
-        # the server's last checkpoint may have to share the disk with other tests.
-        await asyncio.to_thread(server.stop, 10.0, "fast")
-        if broker == "killed":
-            own_nats.start()
-        else:
-            own_nats.thaw()
-        server.start()
-        await relay.has_published(100_000)
-        stored = await scene.read()
-        assert len({item.id for item in stored}) == len(stored) == 100_000
-        await relay.stopped()
-
-
 @pytest.mark.guarantee("G1")
 async def test_the_network_to_postgres_is_cut_without_a_sign(
     database: Database, nats: Nats, prefix: str, tmp_path: Path, proxy: StartProxy
