@@ -94,7 +94,7 @@ def _body(number: int) -> bytes:
 
 async def _lines(process: asyncio.subprocess.Process, count: int) -> list[str]:
     assert process.stdout is not None
-    return [(await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip() for _ in range(count)]
+    return [(await asyncio.wait_for(process.stdout.readline(), 90)).decode().strip() for _ in range(count)]
 
 
 async def _example(name: str, *arguments: str, **environ: str) -> asyncio.subprocess.Process:

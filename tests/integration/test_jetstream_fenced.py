@@ -48,7 +48,7 @@ def configured(url: str, *names: str, **changes: Any) -> JetStream:
         for name in names
     )
     changes.pop("replicas", None)
-    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, **changes})
+    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 10.0, **changes})
 
 
 @asynccontextmanager
@@ -140,13 +140,12 @@ async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, p
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
             rounds += 1
             if rounds in {4, 10}:
-                leader = nats_cluster.leader
-                assert leader is not None
+                leader = await eventually(lambda: nats_cluster.leader, "a leader")
                 leader.kill()
                 await asyncio.to_thread(leader.restart)
-                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 30.0, 0.1)
+                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 90.0, 0.1)
     healthy = lambda: all(node.monitor("/healthz").get("status") == "ok" for node in nats_cluster.nodes)  # noqa: E731
-    assert await asyncio.to_thread(wait_until, healthy, 30.0, 0.1)
+    assert await asyncio.to_thread(wait_until, healthy, 90.0, 0.1)
     await stored_once(nats_cluster.urls[0], (prefix,), made)
 
 
@@ -180,7 +179,7 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str)
 
     async def consume(count: int) -> None:
         while len(seen) < count:
-            for message in await consumer.fetch(10, timeout=5):
+            for message in await consumer.fetch(10, timeout=60):
                 seen.append(message.headers["id"].encode())
                 await message.ack_sync()
 
@@ -292,16 +291,16 @@ async def test_relay_and_server_killed_and_the_slot_dropped(
 
     recovered = 0
     with ledger.writing(writers=3, pause=0.005):
-        for turn in range(8):
+        for turn in range(5):
             with RelayProcess(path) as relay:
                 await relay.has_published((1, 100, 250)[turn % 3])
-                if turn % 4 == 1:
+                if turn == 1:
                     own_nats.kill()
                     await asyncio.to_thread(own_nats.restart)
                     await relay.has_published(300)
                 relay.kill()
                 recovered += len(relay.said("recovery.started", reason="slot"))
-            if turn % 4 == 2:
+            if turn in {0, 2}:
                 await asyncio.to_thread(drop_slot)
     with RelayProcess(path) as relay:
         stored = await ledger.arrived(lambda: read_jetstream(own_nats.url, prefix), relay)
