@@ -32,7 +32,7 @@ class Forked:
     def __init__(self, status: int, stdout: IO[str], stderr: IO[str]) -> None:
         self.stdout, self.stderr = stdout, stderr
         self._status = status
-        (self.pid,) = _NUMBER.unpack(os.read(status, 4))
+        self.pid: int = _NUMBER.unpack(os.read(status, 4))[0]
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

@@ -72,7 +72,7 @@ def test_the_wheel_is_complete_and_no_more(wheel: Path) -> None:
 def test_the_wheel_runs_in_a_clean_environment(wheel: Path, database: Database, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv")
     bin_ = tmp_path / "venv/bin"
-    pip = [sys.executable, "-m", "pip", "--python", bin_ / "python", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", str(bin_ / "python"), "--disable-pip-version-check"]
     run(*pip, "install", "-q", "--no-compile", wheel)
     for command in (["version"], ["--help"], ["run", "--help"]):
         assert run(bin_ / "relay", *command, folder=tmp_path)
