@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import nats
 import psycopg
 import pytest
+from nats.aio.client import Client
 from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
 
 from relay.config import JetStream, Stream
@@ -79,6 +79,15 @@ async def stored_once(url: str, names: tuple[str, ...], made: list[Any]) -> None
     for name in names:
         order = order_per_key(item for item in stored if item.topic.startswith(f"{name}."))
         assert all(numbers == sorted(numbers) for numbers in order.values()), "order"
+
+
+@pytest.fixture
+async def client(nats: Nats) -> AsyncIterator[Client]:
+    """Closed also when the test fails: what it leaves open would fail others."""
+    made = Client()
+    await made.connect(nats.url)
+    yield made
+    await made.close()
 
 
 # --- the sink
@@ -165,9 +174,8 @@ async def test_a_successor_reads_back_what_the_checkpoint_does_not_cover(nats: N
 
 
 @pytest.mark.guarantee("G4")
-async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str) -> None:
+async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, client: Client, prefix: str) -> None:
     """What consumers took is skipped by its place, if events come in the same order; else they come again."""
-    client = await nats_client(nats.url)
     js = client.jetstream()
     await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"], retention=RetentionPolicy.WORK_QUEUE))
     made = events((f"{prefix}.a",), 50)
@@ -180,7 +188,7 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str)
     async def consume(count: int) -> None:
         while len(seen) < count:
             for message in await consumer.fetch(10, timeout=60):
-                seen.append(message.headers["id"].encode())
+                seen.append((message.headers or {})["id"].encode())
                 await message.ack_sync()
 
     await consume(20)
@@ -190,11 +198,6 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str)
     assert seen == [event.id for event in made]
     state = (await js.stream_info(prefix)).state
     assert (state.last_seq, state.messages) == (50, 0)
-    await client.close()
-
-
-async def nats_client(url: str) -> Any:
-    return await nats.connect(url)
 
 
 @pytest.mark.guarantee("G6")
@@ -209,8 +212,7 @@ async def test_a_zombie_is_refused(nats: Nats, prefix: str) -> None:
 
 
 @pytest.mark.guarantee("G4")
-async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, prefix: str) -> None:
-    client = await nats_client(nats.url)
+async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, client: Client, prefix: str) -> None:
     made = events((f"{prefix}.a",), 20)
     streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)  # shared mode dedupes by its window
     async with opened(configured(nats.url, streams=streams)) as sink:
@@ -230,11 +232,9 @@ async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, pr
     await shared.publish(batch_of(made[10:]))
     await shared.close()
     assert (await client.jetstream().stream_info(prefix)).state.messages == 21
-    await client.close()
 
 
-async def test_streams_that_cannot_be_fenced(nats: Nats, prefix: str) -> None:
-    client = await nats_client(nats.url)
+async def test_streams_that_cannot_be_fenced(nats: Nats, client: Client, prefix: str) -> None:
     js = client.jetstream()
     await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"]))
     await js.add_stream(StreamConfig(name=f"{prefix}s", subjects=[f"{prefix}s.>"], sources=[StreamSource(name=prefix)]))
@@ -246,7 +246,6 @@ async def test_streams_that_cannot_be_fenced(nats: Nats, prefix: str) -> None:
             pass
     async with opened(configured(nats.url, prefix)) as sink:
         assert not isinstance(sink._window, FencedWindow), "not made by a relay"
-    await client.close()
 
 
 async def test_a_topic_that_moved_to_another_stream(own_nats: NatsServer) -> None:
