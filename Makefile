@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
-# Tests wait for servers most of the time; each worker has its own.
+# Each worker has its own servers. Files run in the order of their folders, so that the short ones come last.
 WORKERS ?= 3
 
 help: ## print this list
@@ -20,7 +20,7 @@ demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events 
 	@$(BIN)/relay demo $(ARGS)
 
 test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
-	@$(BIN)/pytest -m "not chaos and not bench" -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/pytest -m "not chaos and not bench" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-docker: $(READY) ## build the images, run the stack, break it; starts a Docker engine where none answers (root)
 	@scripts/test-docker
@@ -58,7 +58,7 @@ $(READY): requirements-dev.txt pyproject.toml hatch_build.py relay/_hot.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=…")'
 	@umask 022; \
 	    test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	    $(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.txt; \
+	    $(BIN)/pip install -q --disable-pip-version-check --no-compile --require-hashes -r requirements-dev.txt; \
 	    $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import nats
 import psycopg
-from nats.errors import TimeoutError as NothingThere
 from nats.js.api import AckPolicy, ConsumerConfig
 from psycopg.rows import TupleRow
 
@@ -46,7 +45,7 @@ async def consume(stream: str, durable: str, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
                 messages = await subscription.fetch(100, timeout=1)
-            except NothingThere:
+            except TimeoutError:  # nothing there
                 continue
             for message in messages:
                 headers = message.headers or {}

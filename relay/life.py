@@ -160,7 +160,7 @@ class Life:
                     await store.prove()
             except RelayError:
                 if self._wal is not None:
-                    self._wal.close()  # as in _tick
+                    self._wal.close()  # as in _letting_go
                 raise
 
     @asynccontextmanager
@@ -621,9 +621,9 @@ class Life:
     ) -> None:
         """Run the pipeline to its end, and beside it what must go on meanwhile."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in (self._tick(tick), *beside)]
             if self._write_back is not None:
-                tasks.append(group.create_task(self._write_back.run()))
+                beside = (*beside, self._write_back.run())
+            tasks = [group.create_task(self._letting_go(each)) for each in (self._tick(tick), *beside)]
             try:
                 await self._run_and_mark(source)
             finally:
@@ -647,16 +647,19 @@ class Life:
         if stopping and not done:
             log.warning("write_back.left", rows=self._write_back.queued, hint="these rows stay as they are")
 
-    async def _tick(self, tick: Callable[[], Awaitable[None]]) -> None:
+    async def _letting_go(self, task: Coroutine[None, None, None]) -> None:
+        """Whichever session fails first: Postgres may be stopping, and waits for our walsender. Let go of it now.
+
+        The rest is cancelled, and may take long to end: then nobody would hear that Postgres stops (G11).
+        """
         try:
-            await self._keep_ticking(tick)
+            await task
         except RelayError:
-            # Postgres may be stopping, and waits for our walsender: let go now, however long the rest takes to end.
             if self._wal is not None:
                 self._wal.close()
             raise
 
-    async def _keep_ticking(self, tick: Callable[[], Awaitable[None]]) -> None:
+    async def _tick(self, tick: Callable[[], Awaitable[None]]) -> None:
         reported = time.monotonic()
         while True:
             await tick()

@@ -295,6 +295,7 @@ class Pipeline:
                     if pending.task is None:
                         self._submit(pending, group)
                 await self._finish(backoff)
+                return
             except (Superseded, SourceUnavailable):
                 raise  # said by `opening` or `opened`, not by the sink: opening it again would not help
             except TransientError as exc:
@@ -341,7 +342,7 @@ class Pipeline:
 
     async def _finish(self, backoff: Backoff) -> None:
         progress, metrics, window = self._progress, self._metrics, self._window
-        while True:
+        while not self._over:  # a cancellation goes to the publish that we await, which may swallow it and succeed
             while not window:
                 self._filled.clear()
                 await self._filled.wait()

@@ -10,11 +10,17 @@ import secrets
 
 import pytest
 
+from relay.embedded import process
+
 pytest_plugins = ["tests.fix_postgres", "tests.fix_nats", "tests.fix_kafka", "tests.fix_proxy", "tests.certificates"]
 
 for _name in list(os.environ):
     if _name.startswith(("RELAY_", "PG")) and not _name.startswith("RELAY_TEST_"):
         del os.environ[_name]
+
+# Workers that draw ports at the same time never draw the same one.
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+process._PORTS = range(15000 + _worker * 2000, 17000 + _worker * 2000)
 
 
 @pytest.fixture

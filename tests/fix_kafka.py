@@ -52,8 +52,17 @@ def kafka() -> Iterator[Kafka]:
             yield Kafka(server.bootstrap)
 
 
-@pytest.fixture
-def own_kafka() -> Iterator[KafkaServer]:
-    """A broker that the test may stop, kill, freeze."""
+@pytest.fixture(scope="session")
+def breakable_kafka() -> Iterator[KafkaServer]:
     with loudly(), KafkaServer() as server:
         yield server
+
+
+@pytest.fixture
+def own_kafka(breakable_kafka: KafkaServer) -> Iterator[KafkaServer]:
+    """A broker that the test may stop, kill, freeze. The next test gets it again, running: use `prefix`."""
+    with loudly():
+        breakable_kafka.start()
+        yield breakable_kafka
+        breakable_kafka.thaw()
+        breakable_kafka.start()

@@ -65,7 +65,7 @@ class Database:
 
 def _answers(address: str) -> bool:
     with contextlib.suppress(psycopg.OperationalError):
-        psycopg.connect(f"postgresql://postgres@{address}/postgres", connect_timeout=2).close()
+        psycopg.connect(f"postgresql://postgres@{address}/postgres", connect_timeout=5).close()
         return True
     return False
 
@@ -109,7 +109,7 @@ def _drop(admin: psycopg.Connection[tuple[Any, ...]], name: str) -> None:
         left = admin.execute("SELECT FROM pg_replication_slots WHERE database = %s", (name,))
         return left.fetchone() is None
 
-    if not wait_until(slots_gone, 20.0, 0.05):
+    if not wait_until(slots_gone, 90.0, 0.05):
         pytest.fail(f"the slots of database {name} cannot be dropped: somebody keeps using them")
     admin.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)".encode())
 

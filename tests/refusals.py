@@ -6,25 +6,16 @@ Every command that touches the servers is run as a process of its own, and all t
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.relays import RelayProcess
+from tests.zygote import zygote
 
 
 def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAY_", "PG"))}
-    return subprocess.run(
-        [sys.executable, "-m", "relay", *arguments, "--config", str(config)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=60,
-    )
+    return zygote().run(*arguments, "--config", str(config))
 
 
 def keeps_silent(text: str, secrets: Sequence[str]) -> None:
@@ -36,7 +27,7 @@ def keeps_silent(text: str, secrets: Sequence[str]) -> None:
 async def refused(config: Path, says: str, secrets: Sequence[str] = ()) -> None:
     """`relay run` ends with exit code 3, one line and a hint, in the log and on stderr; `relay check` says the same."""
     with RelayProcess(config) as relay:
-        code = await relay.ended(60)
+        code = await relay.ended()
     keeps_silent("".join([*relay.stdout, *relay.stderr]), secrets)
     assert code == 3, relay.output
     error, hint = (line for line in relay.stderr if line.startswith(("error: ", "hint: ")))

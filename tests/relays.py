@@ -1,8 +1,8 @@
 """The whole relay as users run it: a process of its own on real servers, and an independent check of what it did.
 
-`RelayProcess` is `python -m relay run --config FILE`, its log lines parsed. `Ledger` writes events in transactions and
-keeps its own journal of what was committed; afterwards it compares that with what the broker holds. Neither looks into
-the relay's memory, and `eventually` is the only way to wait.
+`RelayProcess` is `relay run --config FILE` (started by `tests/zygote.py`), its log lines parsed. `Ledger` writes events
+in transactions and keeps its own journal of what was committed; afterwards it compares that with what the broker holds.
+Neither looks into the relay's memory, and `eventually` is the only way to wait.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -34,9 +31,10 @@ from confluent_kafka.cimpl import NewTopic
 from relay.config import Config, load
 from relay.setup import setup
 from tests.sinks import Stored
+from tests.zygote import Forked, zygote
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_PATIENCE = 30.0
+_PATIENCE = 90.0  # machines differ; whatever takes longer hangs
 
 
 async def eventually(
@@ -75,7 +73,7 @@ def toml(value: Any) -> str:
 def settings(dsn: str, sink: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
     """Sections of a relay.toml that reacts fast: for tests, not for life."""
     defaults: dict[str, dict[str, Any]] = {
-        "database": {"dsn": dsn, "connect_timeout": "3s"},
+        "database": {"dsn": dsn, "connect_timeout": "10s"},
         "sink": sink,
         "admin": {"listen": "127.0.0.1:0"},
         "checkpoint": {"interval": "200ms"},
@@ -89,17 +87,17 @@ def settings(dsn: str, sink: dict[str, Any], **sections: dict[str, Any]) -> dict
 def jetstream(url: str, stream: str, **more: Any) -> dict[str, Any]:
     """A sink section: one stream, made by the relay, on the subjects `stream`.>"""
     streams = [{"name": stream, "subjects": [f"{stream}.>"], "create": True}]
-    return {"kind": "jetstream", "jetstream": {"servers": [url], "ack_timeout": "2s", "streams": streams, **more}}
+    return {"kind": "jetstream", "jetstream": {"servers": [url], "ack_timeout": "5s", "streams": streams, **more}}
 
 
 def kafka(bootstrap: str, **more: Any) -> dict[str, Any]:
     options = {"bootstrap.servers": bootstrap}
-    return {"kind": "kafka", "kafka": {"options": options, "connect_timeout": "3s", **more}}
+    return {"kind": "kafka", "kafka": {"options": options, "connect_timeout": "10s", **more}}
 
 
 def create_topic(bootstrap: str, topic: str, partitions: int = 4) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
-    admin.create_topics([NewTopic(topic, num_partitions=partitions, replication_factor=1)])[topic].result(30)
+    admin.create_topics([NewTopic(topic, num_partitions=partitions, replication_factor=1)])[topic].result(60)
 
 
 def write_config(folder: Path, sections: dict[str, Any]) -> Path:
@@ -126,20 +124,16 @@ class RelayProcess:
     """`relay run` in a process of its own; ended, if need be killed, at the end of the `with` block."""
 
     def __init__(self, config: Path, *arguments: str) -> None:
-        self._command = [sys.executable, "-m", "relay", "run", "--config", str(config), *arguments]
+        self._arguments = ["run", "--config", str(config), *arguments]
         self.lines: list[dict[str, Any]] = []
         self.stdout: list[str] = []
         self.stderr: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
         self._readers: list[threading.Thread] = []
 
     def start(self) -> Self:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAY_", "PG"))}
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = zygote().start(*self._arguments)
         for stream, keep in ((self._process.stdout, self._log_line), (self._process.stderr, self.stderr.append)):
-            assert stream is not None
             reader = threading.Thread(target=_drain, args=(stream, keep), daemon=True)
             reader.start()
             self._readers.append(reader)
@@ -159,10 +153,9 @@ class RelayProcess:
         if self.running:
             self.kill()
         for reader in self._readers:
-            reader.join(5)
+            reader.join(30)
         if self._process is not None:
             for stream in (self._process.stdout, self._process.stderr):
-                assert stream is not None
                 stream.close()
 
     # what it says
@@ -204,7 +197,7 @@ class RelayProcess:
         if not started:
             return 0, None
         try:
-            with _DIRECT.open(f"http://127.0.0.1:{started[-1]['admin_port']}{path}", timeout=5) as answer:
+            with _DIRECT.open(f"http://127.0.0.1:{started[-1]['admin_port']}{path}", timeout=10) as answer:
                 code, body = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             code, body = error.code, error.read()
@@ -270,7 +263,7 @@ class RelayProcess:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         assert self._process is not None
-        self._process.wait(10)
+        self._process.wait(60)
 
     def freeze(self) -> None:
         self.signal(signal.SIGSTOP)
@@ -282,7 +275,7 @@ class RelayProcess:
         """The exit code, when it has one; everything it said is read then."""
         await eventually(lambda: not self.running, "the relay ends", timeout=timeout, context=lambda: self.output)
         for reader in self._readers:
-            await asyncio.to_thread(reader.join, 5)
+            await asyncio.to_thread(reader.join, 30)
         assert self._process is not None
         return int(self._process.wait())
 
@@ -384,7 +377,7 @@ class Ledger:
         chance = random.Random(seed)
         while not self._over.is_set():
             try:
-                with psycopg.connect(self.dsn, connect_timeout=2) as connection:
+                with psycopg.connect(self.dsn, connect_timeout=5) as connection:
                     for number in itertools.count():
                         if self._over.wait(pause):
                             return
@@ -459,7 +452,7 @@ class Ledger:
         return findings
 
     async def arrived(
-        self, read: Callable[[], Awaitable[list[Stored]]], relay: RelayProcess | None = None, timeout: float = 60.0
+        self, read: Callable[[], Awaitable[list[Stored]]], relay: RelayProcess | None = None, timeout: float = 90.0
     ) -> list[Stored]:
         """Wait until the broker holds all that the journal has; what it holds then."""
         self.settle()

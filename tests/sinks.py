@@ -147,7 +147,7 @@ def _end_of(consumer: Consumer, spot: TopicPartition, deadline: float) -> int:
             consumer.poll(0.05)
 
 
-def read_kafka(bootstrap: str, topic: str, *, timeout: float = 30.0) -> list[Stored]:
+def read_kafka(bootstrap: str, topic: str, *, timeout: float = 90.0) -> list[Stored]:
     """Everything that is committed in the topic at this moment, partition by partition."""
     options = {"bootstrap.servers": bootstrap, "group.id": "reader", "fetch.wait.max.ms": 10}
     consumer = Consumer(
@@ -193,7 +193,7 @@ async def read_jetstream(url: str, stream: str) -> list[Stored]:
             "", stream=stream, ordered_consumer=True, config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
         )
         while len(stored) < total:
-            message = await subscription.next_msg(timeout=10)
+            message = await subscription.next_msg(timeout=60)
             headers = {name: value.encode() for name, value in (message.headers or {}).items()}
             stored.append(Stored(message.subject, None, headers, message.data))
         return stored

@@ -25,7 +25,7 @@ def ddl(name: str) -> str:
 
 def nats_sink(url: str, *subjects: str, stream: str = "EVENTS") -> dict[str, Any]:
     streams = [{"name": stream, "subjects": list(subjects), "create": True}]
-    return {"kind": "jetstream", "jetstream": {"servers": [url], "ack_timeout": "2s", "streams": streams}}
+    return {"kind": "jetstream", "jetstream": {"servers": [url], "ack_timeout": "5s", "streams": streams}}
 
 
 @asynccontextmanager

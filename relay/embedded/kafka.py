@@ -62,7 +62,9 @@ class KafkaServer(Server):
         super().__init__()
         self.port = free_port()
         self.bootstrap = f"127.0.0.1:{self.port}"
-        self._cluster_id = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
+        # Below 128: an id that begins with "-" would be taken for an option.
+        number = bytes([secrets.randbelow(128)]) + secrets.token_bytes(15)
+        self._cluster_id = base64.urlsafe_b64encode(number).decode().rstrip("=")
         self._fast_start = fast_start
         self._properties = (
             one_node(self.port, free_port()) | {"log.dirs": str(self.folder / "data")} | dict(properties or {})

@@ -29,6 +29,7 @@ from relay.errors import OperatorError
 # Below the range from which the kernel takes ports for outgoing connections: a server that is down for a restart must
 # not lose its port to a client's socket.
 _PORTS = range(15000, 32000)
+_given: set[int] = set()  # a port is given away once: whoever has it may start later, or be down for a while
 
 # $1 pid, $2 signal, $3 folder to remove or "". A line on stdin means that the server was ended in the ordinary way.
 _WARDEN = """
@@ -48,11 +49,14 @@ class EmbeddedError(OperatorError):
 
 def free_port() -> int:
     """A port on loopback that nobody listens on and that no outgoing connection will be given."""
-    for port in random.sample(_PORTS, 200):
+    for port in random.sample(_PORTS, min(200, len(_PORTS))):
+        if port in _given:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
+                _given.add(port)
                 return port
     raise EmbeddedError("no free port on 127.0.0.1", hint=f"looked between {_PORTS.start} and {_PORTS.stop}")
 

@@ -184,10 +184,10 @@ class PollSource:
     async def _wait(self) -> None:
         if self._finishing:
             return
-        try:
-            await asyncio.wait_for(self._woken.wait(), self._interval)
-        except TimeoutError:
-            return
+        # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._interval):
+                await self._woken.wait()
 
     async def _round(self, gap: Gap) -> AsyncIterator[Batch]:
         for table in self._tables:

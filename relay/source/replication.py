@@ -18,7 +18,7 @@ from psycopg.rows import TupleRow
 from relay.config import Database
 from relay.errors import AuthError, RelayError, SourceUnavailable
 from relay.lsn import LSN
-from relay.source.session import PINNED, publication_missing, translate, translated
+from relay.source.session import PINNED, hanging_up, publication_missing, translate, translated
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
 _PG_EPOCH = 946_684_800
@@ -31,6 +31,7 @@ class WalSender:
         self._connection = connection
         self._pgconn: pq.abc.PGconn = connection.pgconn
         self._fault: RelayError | None = None
+        self._waiting: asyncio.Future[bool] | None = None
         connection.add_notice_handler(self._noticed)
 
     @classmethod
@@ -41,19 +42,20 @@ class WalSender:
         options = f"{PINNED} -c wal_sender_timeout={int(timeout * 1000)} -c lock_timeout={int(lock_timeout * 1000)}"
         with translated():
             try:
-                connection = await AsyncConnection.connect(
-                    database.conninfo(),
-                    autocommit=True,
-                    prepare_threshold=None,
-                    replication="database",
-                    connect_timeout=max(1, round(database.connect_timeout)),
-                    application_name=application_name,
-                    options=options,
-                    keepalives_idle=10,
-                    keepalives_interval=5,
-                    keepalives_count=3,
-                    tcp_user_timeout=30_000,
-                )
+                with hanging_up():
+                    connection = await AsyncConnection.connect(
+                        database.conninfo(),
+                        autocommit=True,
+                        prepare_threshold=None,
+                        replication="database",
+                        connect_timeout=max(1, round(database.connect_timeout)),
+                        application_name=application_name,
+                        options=options,
+                        keepalives_idle=10,
+                        keepalives_interval=5,
+                        keepalives_count=3,
+                        tcp_user_timeout=30_000,
+                    )
             except psycopg.OperationalError as exc:
                 if "replication role" in str(exc) or "permission denied to start WAL sender" in str(exc):
                     raise AuthError(
@@ -122,12 +124,12 @@ class WalSender:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(timeout, _settle, future, False)
-        socket = self._pgconn.socket
-        loop.add_reader(socket, _settle, future, True)
+        loop.add_reader(self._pgconn.socket, _settle, future, True)
+        self._waiting = future
         try:
             return await future
         finally:
-            loop.remove_reader(socket)
+            self._watch_no_more()
             timer.cancel()
 
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
@@ -142,7 +144,15 @@ class WalSender:
 
     def close(self) -> None:
         """Drop the connection at once. Postgres frees the slot; what was not confirmed comes again."""
+        self._watch_no_more()
         self._pgconn.finish()
+
+    def _watch_no_more(self) -> None:
+        """Before the socket is closed: a moment later its number may be that of another connection."""
+        if self._waiting is not None:
+            self._waiting.get_loop().remove_reader(self._pgconn.socket)
+            _settle(self._waiting, True)  # whoever waits finds it closed
+            self._waiting = None
 
     def _noticed(self, notice: Diagnostic) -> None:
         # Since PostgreSQL 18 a missing publication is only a warning: rows would be skipped silently, for ever.

@@ -6,8 +6,9 @@ Every ordinary session goes to the primary, in UTC and autocommit; nothing here 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psycopg
 from psycopg import AsyncConnection, errors
@@ -32,7 +33,7 @@ _UNUSABLE = re.compile(r"invalid \S+ value|invalid port number|could not match \
 
 async def connect(database: Database, application_name: str, *, options: str = "") -> Session:
     """An autocommit session; raises SourceUnavailable, AuthError or SetupError."""
-    with translated():
+    with translated(), hanging_up():
         return await AsyncConnection.connect(
             database.conninfo(),
             autocommit=True,
@@ -45,6 +46,26 @@ async def connect(database: Database, application_name: str, *, options: str = "
             keepalives_count=3,
             tcp_user_timeout=30_000,
         )
+
+
+@contextmanager
+def hanging_up() -> Iterator[None]:
+    """Close the socket of a connection that did not come about, also when we are cancelled.
+
+    psycopg leaves it to the garbage collector, which may come minutes later; and a Postgres that stops waits for
+    everybody who has connected and not yet said who he is (G11). What holds the socket are the frames of the attempt.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        found: BaseException | None = exc
+        while found is not None:
+            for frame, _ in traceback.walk_tb(found.__traceback__):
+                if frame.f_globals.get("__name__", "").startswith("psycopg"):
+                    with suppress(RuntimeError):  # it still runs
+                        frame.clear()
+            found = found.__context__
+        raise
 
 
 @contextmanager

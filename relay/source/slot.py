@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 from relay.config import Database
 from relay.errors import RelayError, SetupError, SlotBusy, SlotLost
 from relay.lsn import LSN
-from relay.source.session import PINNED, Session, translated
+from relay.source.session import PINNED, Session, hanging_up, translated
 
 _RECOVER = "`relay run` with source.mode = auto closes the gap from the table and makes a new slot"
 
@@ -295,14 +295,15 @@ async def table_columns(session: Session, table: str) -> dict[str, str] | None:
 async def identify(database: Database) -> None:
     """Open a walsender and leave: proves the REPLICATION right, pg_hba.conf and a free wal sender."""
     with translated():
-        connection = await AsyncConnection.connect(
-            database.conninfo(),
-            autocommit=True,
-            connect_timeout=max(1, round(database.connect_timeout)),
-            application_name="relay check",
-            options=PINNED,
-            replication="database",
-        )
+        with hanging_up():
+            connection = await AsyncConnection.connect(
+                database.conninfo(),
+                autocommit=True,
+                connect_timeout=max(1, round(database.connect_timeout)),
+                application_name="relay check",
+                options=PINNED,
+                replication="database",
+            )
         try:
             await connection.execute("IDENTIFY_SYSTEM")
         finally:

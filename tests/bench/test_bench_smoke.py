@@ -25,7 +25,7 @@ ROWS = 2000
 
 def _bench(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "relay", "bench", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -106,9 +106,9 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         started = psutil.Process(bench.pid).children(recursive=True)
         assert len(started) > 3  # Postgres, nats-server, the relay, and who watches over them
         bench.send_signal(signal.SIGINT)
-        bench.communicate(timeout=60)
+        bench.communicate(timeout=90)
         assert bench.returncode == 130
-        assert wait_until(lambda: not any(process.is_running() for process in started), 20.0)
+        assert wait_until(lambda: not any(process.is_running() for process in started), 90.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             bench.kill()

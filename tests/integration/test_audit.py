@@ -23,18 +23,21 @@ async def scene(request: pytest.FixtureRequest, nats: Nats, prefix: str, tmp_pat
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G5")
 @pytest.mark.parametrize(
-    ("fault", "remedy"),
+    ("scene", "fault", "remedy"),
     [
         (
+            "database15",
             "ALTER PUBLICATION outbox_relay DROP TABLE outbox_events",
             "ALTER PUBLICATION outbox_relay ADD TABLE outbox_events",
         ),
         (
+            "database",
             "ALTER PUBLICATION outbox_relay SET TABLE outbox_events WHERE (seq < 0)",
             "ALTER PUBLICATION outbox_relay SET TABLE outbox_events",
         ),
     ],
     ids=["table dropped", "row filter"],
+    indirect=["scene"],
 )
 async def test_a_publication_that_hides_rows_under_load(scene: Scene, fault: str, remedy: str) -> None:
     """Found by counting, healed from the table, polled until somebody repairs it; then it streams again."""

@@ -42,13 +42,13 @@ class Demo:
         return self._log.read_text()
 
     def until(self, word: str) -> None:
-        assert wait_until(lambda: word in self.talk or self.process.poll() is not None, 60.0)
+        assert wait_until(lambda: word in self.talk or self.process.poll() is not None, 120.0)
         assert self.process.poll() is None, self.talk
 
     def end(self) -> str:
         """Wait for its end; returns what it printed."""
         try:
-            return self.process.communicate(timeout=100)[0]
+            return self.process.communicate(timeout=240)[0]
         finally:
             self.process.kill()
 
@@ -131,7 +131,7 @@ def test_even_a_killed_demo_leaves_nothing_behind(start: Callable[..., Demo]) ->
     demo.until("delivered")
     demo.process.kill()
     demo.end()
-    assert wait_until(lambda: demo.leftovers() == [], 30.0), demo.leftovers()
+    assert wait_until(lambda: demo.leftovers() == [], 90.0), demo.leftovers()
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:

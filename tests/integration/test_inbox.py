@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -94,13 +96,20 @@ def _body(number: int) -> bytes:
 
 async def _lines(process: asyncio.subprocess.Process, count: int) -> list[str]:
     assert process.stdout is not None
-    return [(await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip() for _ in range(count)]
+    return [(await asyncio.wait_for(process.stdout.readline(), 90)).decode().strip() for _ in range(count)]
 
 
-async def _example(name: str, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+@asynccontextmanager
+async def _example(name: str, *arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
         sys.executable, str(EXAMPLES / name), *arguments, stdout=-1, env={**os.environ, **environ}
     )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 @pytest.mark.guarantee("G3")
@@ -111,14 +120,14 @@ async def test_the_jetstream_example_handles_a_redelivered_event_once(database: 
         await stream.add_stream(name="INBOX", subjects=["inbox.>"])
         for number in (1, 2, 1, 3):  # 1 comes twice, as after a relay's crash beyond the dedupe window
             await stream.publish("inbox.x", _body(number), headers={"id": f"id-{number}", "traceparent": TRACE})
-        process = await _example(
+        async with _example(
             "jetstream_consumer.py", "INBOX", "billing", NATS_URL=nats.url, DATABASE_URL=database.dsn
-        )
-        lines = await _lines(process, 3)
-        process.terminate()
-        assert await process.wait() == 0
-    finally:
+        ) as process:
+            lines = await _lines(process, 3)
+            process.terminate()
+            assert await process.wait() == 0
         await stream.delete_stream("INBOX")
+    finally:
         await client.close()
 
     assert lines == [f"paid o{number} {TRACE}" for number in (1, 2, 3)]
@@ -140,11 +149,12 @@ async def test_the_kafka_example_handles_a_redelivered_event_once(
         ]
         producer.produce(prefix, _body(number), key=b"k", headers=headers)
     producer.flush()
-    process = await _example("kafka_consumer.py", prefix, prefix, KAFKA=kafka.bootstrap, DATABASE_URL=database.dsn)
-    lines = await _lines(process, 3)
-    process.terminate()
-
-    assert await process.wait() == 0
+    async with _example(
+        "kafka_consumer.py", prefix, prefix, KAFKA=kafka.bootstrap, DATABASE_URL=database.dsn
+    ) as process:
+        lines = await _lines(process, 3)
+        process.terminate()
+        assert await process.wait() == 0
     assert lines == [f"paid o{number} {TRACE}" for number in (1, 2, 3)]
 
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import nats
 import psycopg
 import pytest
+from nats.aio.client import Client
 from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
 
 from relay.config import JetStream, Stream
@@ -48,7 +48,7 @@ def configured(url: str, *names: str, **changes: Any) -> JetStream:
         for name in names
     )
     changes.pop("replicas", None)
-    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, **changes})
+    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 10.0, **changes})
 
 
 @asynccontextmanager
@@ -79,6 +79,15 @@ async def stored_once(url: str, names: tuple[str, ...], made: list[Any]) -> None
     for name in names:
         order = order_per_key(item for item in stored if item.topic.startswith(f"{name}."))
         assert all(numbers == sorted(numbers) for numbers in order.values()), "order"
+
+
+@pytest.fixture
+async def client(nats: Nats) -> AsyncIterator[Client]:
+    """Closed also when the test fails: what it leaves open would fail others."""
+    made = Client()
+    await made.connect(nats.url)
+    yield made
+    await made.close()
 
 
 # --- the sink
@@ -140,13 +149,12 @@ async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, p
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
             rounds += 1
             if rounds in {4, 10}:
-                leader = nats_cluster.leader
-                assert leader is not None
+                leader = await eventually(lambda: nats_cluster.leader, "a leader")
                 leader.kill()
                 await asyncio.to_thread(leader.restart)
-                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 30.0, 0.1)
+                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 90.0, 0.1)
     healthy = lambda: all(node.monitor("/healthz").get("status") == "ok" for node in nats_cluster.nodes)  # noqa: E731
-    assert await asyncio.to_thread(wait_until, healthy, 30.0, 0.1)
+    assert await asyncio.to_thread(wait_until, healthy, 90.0, 0.1)
     await stored_once(nats_cluster.urls[0], (prefix,), made)
 
 
@@ -166,9 +174,8 @@ async def test_a_successor_reads_back_what_the_checkpoint_does_not_cover(nats: N
 
 
 @pytest.mark.guarantee("G4")
-async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str) -> None:
+async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, client: Client, prefix: str) -> None:
     """What consumers took is skipped by its place, if events come in the same order; else they come again."""
-    client = await nats_client(nats.url)
     js = client.jetstream()
     await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"], retention=RetentionPolicy.WORK_QUEUE))
     made = events((f"{prefix}.a",), 50)
@@ -180,8 +187,8 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str)
 
     async def consume(count: int) -> None:
         while len(seen) < count:
-            for message in await consumer.fetch(10, timeout=5):
-                seen.append(message.headers["id"].encode())
+            for message in await consumer.fetch(10, timeout=60):
+                seen.append((message.headers or {})["id"].encode())
                 await message.ack_sync()
 
     await consume(20)
@@ -191,11 +198,6 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, prefix: str)
     assert seen == [event.id for event in made]
     state = (await js.stream_info(prefix)).state
     assert (state.last_seq, state.messages) == (50, 0)
-    await client.close()
-
-
-async def nats_client(url: str) -> Any:
-    return await nats.connect(url)
 
 
 @pytest.mark.guarantee("G6")
@@ -210,8 +212,7 @@ async def test_a_zombie_is_refused(nats: Nats, prefix: str) -> None:
 
 
 @pytest.mark.guarantee("G4")
-async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, prefix: str) -> None:
-    client = await nats_client(nats.url)
+async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, client: Client, prefix: str) -> None:
     made = events((f"{prefix}.a",), 20)
     streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)  # shared mode dedupes by its window
     async with opened(configured(nats.url, streams=streams)) as sink:
@@ -231,11 +232,9 @@ async def test_a_foreign_writer_stops_the_relay_or_ends_the_fence(nats: Nats, pr
     await shared.publish(batch_of(made[10:]))
     await shared.close()
     assert (await client.jetstream().stream_info(prefix)).state.messages == 21
-    await client.close()
 
 
-async def test_streams_that_cannot_be_fenced(nats: Nats, prefix: str) -> None:
-    client = await nats_client(nats.url)
+async def test_streams_that_cannot_be_fenced(nats: Nats, client: Client, prefix: str) -> None:
     js = client.jetstream()
     await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"]))
     await js.add_stream(StreamConfig(name=f"{prefix}s", subjects=[f"{prefix}s.>"], sources=[StreamSource(name=prefix)]))
@@ -247,7 +246,6 @@ async def test_streams_that_cannot_be_fenced(nats: Nats, prefix: str) -> None:
             pass
     async with opened(configured(nats.url, prefix)) as sink:
         assert not isinstance(sink._window, FencedWindow), "not made by a relay"
-    await client.close()
 
 
 async def test_a_topic_that_moved_to_another_stream(own_nats: NatsServer) -> None:
@@ -292,16 +290,16 @@ async def test_relay_and_server_killed_and_the_slot_dropped(
 
     recovered = 0
     with ledger.writing(writers=3, pause=0.005):
-        for turn in range(8):
+        for turn in range(5):
             with RelayProcess(path) as relay:
                 await relay.has_published((1, 100, 250)[turn % 3])
-                if turn % 4 == 1:
+                if turn == 1:
                     own_nats.kill()
                     await asyncio.to_thread(own_nats.restart)
                     await relay.has_published(300)
                 relay.kill()
                 recovered += len(relay.said("recovery.started", reason="slot"))
-            if turn % 4 == 2:
+            if turn in {0, 2}:
                 await asyncio.to_thread(drop_slot)
     with RelayProcess(path) as relay:
         stored = await ledger.arrived(lambda: read_jetstream(own_nats.url, prefix), relay)

@@ -38,7 +38,7 @@ USERS = "authorization { users: [ {user: relay, password: secret} ] }"
 
 def configured(url: str, prefix: str, **changes: Any) -> JetStream:
     streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)
-    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 2.0, "mode": "shared", **changes})
+    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 10.0, "mode": "shared", **changes})
 
 
 @asynccontextmanager
@@ -182,7 +182,7 @@ async def test_a_full_stream_that_discards_new_events_is_transient(nats: Nats, p
 
 @pytest.mark.guarantee("G1")
 async def test_a_frozen_server_is_noticed_by_its_silence(own_nats: NatsServer, prefix: str) -> None:
-    async with opened(configured(own_nats.url, prefix, ack_timeout=0.5, connect_timeout=0.5)) as sink:
+    async with opened(configured(own_nats.url, prefix, ack_timeout=3.0, connect_timeout=3.0)) as sink:
         made = events(f"{prefix}.a", 60)
         await sink.publish(batch_of(made[:20]))
         own_nats.freeze()
@@ -237,7 +237,7 @@ async def test_a_cluster_loses_its_leader(nats_cluster: NatsCluster, prefix: str
                 nats_cluster.nodes[0].kill()
     # Reading makes a consumer, which the cluster may place on the dead node as long as it hopes for its return.
     await asyncio.to_thread(nats_cluster.nodes[0].restart)
-    assert await asyncio.to_thread(wait_until, nats_cluster._complete, 30.0)
+    assert await asyncio.to_thread(wait_until, nats_cluster._complete, 90.0)
     stored = first_occurrences(await read_jetstream(nats_cluster.urls[1], prefix))
     assert order_per_key(stored) == {b"k%d" % n: list(range(n, 4000, 20)) for n in range(20)}
 

@@ -145,7 +145,7 @@ async def test_topics_seen_first_in_publish_are_found_after_a_crash(
     await asyncio.to_thread(create_topic, kafka.bootstrap, topics[0])
     for number in range(50):
         stranger.produce(topics[0], b"not ours", b"k%d" % number, headers=[("id", b"x%d" % number), ("seq", b"0")])
-    assert stranger.flush(10) == 0
+    assert stranger.flush(60) == 0
     sink = await open_sink()
     assert sink.marks == {}
     events = [make_event(seq, topic=topics[seq % 3], headers={"relay-position": b"tests:1:x"}) for seq in range(30)]
@@ -165,10 +165,10 @@ async def test_partitions_that_were_added(kafka: Kafka, open_sink: OpenSink, pre
     begin = sink.marks
     await sink.publish(batch_of([event(0, prefix)]))
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
-    await asyncio.to_thread(admin.create_partitions([NewPartitions(prefix, 6)])[prefix].result, 10)
+    await asyncio.to_thread(admin.create_partitions([NewPartitions(prefix, 6)])[prefix].result, 60)
     marks: dict[str, int] = {}
     seq = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while len(marks) < 3:  # until the producer has noticed
             seq += 1
             batch = batch_of([event(seq, prefix, keys=1000)])
@@ -198,7 +198,7 @@ async def test_a_refused_event_takes_nothing_with_it(kafka: Kafka, open_sink: Op
     """The broker, not the client, finds it too large: the transaction is aborted, and sent again in halves."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     topic = NewTopic(prefix, num_partitions=2, replication_factor=1, config={"max.message.bytes": "20000"})
-    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 10)
+    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 60)
     sink = await open_sink(options={"batch.size": 15000})
     events = [event(seq, prefix, keys=10) for seq in range(500)]
     events[333] = event(333, prefix, keys=10, body=os.urandom(30_000))
@@ -214,7 +214,7 @@ async def test_message_sets_too_large_for_the_topic_are_nobodys_fault(
 ) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     topic = NewTopic(prefix, num_partitions=2, replication_factor=1, config={"max.message.bytes": "20000"})
-    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 10)
+    await asyncio.to_thread(admin.create_topics([topic])[prefix].result, 60)
     sink = await open_sink(options={"batch.size": 60_000, "linger.ms": 50})
     events = [event(seq, prefix, body=os.urandom(1000)) for seq in range(300)]
     async for rejected in publish_as_pipeline(sink, batches_of(events, 50)):
@@ -342,11 +342,11 @@ async def test_the_broker_killed_under_the_relay(
     ledger = Ledger(database.dsn, prefix)
     with RelayProcess(path) as relay:
         with ledger.writing(writers=3, pause=0.005):
-            await relay.has_published(100, timeout=60)
+            await relay.has_published(100)
             for _ in range(2):
                 await asyncio.to_thread(own_kafka.kill)
                 await asyncio.to_thread(own_kafka.restart)
-                await relay.has_published(relay.counter("published_events") + 100, timeout=90)
+                await relay.has_published(relay.counter("published_events") + 100)
         stored = await ledger.arrived(lambda: committed(broker, prefix), relay)
         await relay.stopped()
     ledger.check(stored)
@@ -368,10 +368,10 @@ async def test_a_frozen_relay_wakes_up_behind_its_successor(
         zombie.freeze()
         await asyncio.to_thread(_end_sessions, database)
         with RelayProcess(path) as relay:
-            await relay.has_published(100, timeout=60)
+            await relay.has_published(100)
             zombie.thaw()
             await relay.has_published(relay.counter("published_events") + 200)
-            await zombie.says("relay.standing_by", timeout=60)
+            await zombie.says("relay.standing_by")
             relay.kill()
         await zombie.streaming()
         await asyncio.to_thread(ledger.write, 20, 2)

@@ -48,7 +48,7 @@ async def open_sink(kafka: Kafka) -> AsyncIterator[OpenSink]:
     yield open_one
     for sink in sinks:
         await sink.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(thread.name == "relay-kafka-reports" for thread in threading.enumerate()):
             await asyncio.sleep(0.01)
 
@@ -56,7 +56,7 @@ async def open_sink(kafka: Kafka) -> AsyncIterator[OpenSink]:
 def create_topic(bootstrap: str, topic: str, **settings: str) -> str:
     admin = AdminClient({"bootstrap.servers": bootstrap})
     settings = {name.replace("_", "."): value for name, value in settings.items()}
-    admin.create_topics([NewTopic(topic, num_partitions=4, replication_factor=1, config=settings)])[topic].result(30)
+    admin.create_topics([NewTopic(topic, num_partitions=4, replication_factor=1, config=settings)])[topic].result(60)
     return topic
 
 

@@ -304,7 +304,7 @@ async def test_events_flow_while_an_old_transaction_holds_the_slot_up(
             scene.ledger.keys.remove("old")
             scene.ledger.write(20, seed=2)
             await scene.settled(relay)  # all that can be seen
-            await relay.says("slot.waiting", timeout=20)
+            await relay.says("slot.waiting")
             scene.ledger.write(20, seed=3)
             await scene.settled(relay)
             await eventually(lambda: relay.status.get("state") == "polling", "it polls")
@@ -438,7 +438,6 @@ async def test_only_the_barrier_keeps_a_commit_that_waits_for_a_synchronous_stan
 
 @pytest.mark.guarantee("G5")
 @pytest.mark.guarantee("G3")
-@pytest.mark.timeout(240)
 async def test_killed_at_every_step(
     database: Database, nats: Nats, prefix: str, tmp_path: Path, proxy: StartProxy
 ) -> None:

@@ -66,7 +66,7 @@ async def test_a_second_signal_aborts(
         relay.terminate()
         await relay.says("relay.draining")
         relay.terminate()
-        assert await relay.ended(10) == 1
+        assert await relay.ended() == 1
         assert "Traceback" not in relay.output, relay.output
     own_nats.thaw()
     own_nats.start()
@@ -80,7 +80,7 @@ async def test_a_stop_is_heard_while_an_old_transaction_is_waited_for(scene: Sce
     with psycopg.connect(scene.dsn) as old, RelayProcess(scene.path) as relay:
         old.execute("SELECT pg_current_xact_id()")
         await relay.says("recovery.started")
-        await relay.stopped(10)
+        await relay.stopped()
 
 
 @pytest.mark.guarantee("G5")
@@ -173,42 +173,6 @@ async def test_postgres_restarted(own_postgres: PostgresServer, nats: Nats, pref
                 await relay.says_again("stream.started", round_)
         await scene.settled(relay)
         await relay.ready()
-        await relay.stopped()
-
-
-@pytest.mark.guarantee("G11")
-@pytest.mark.parametrize("version", ["15", "18"])
-@pytest.mark.parametrize("broker", ["killed", "frozen"])
-async def test_postgres_stops_fast_while_the_broker_is_down(
-    start_postgres: Callable[..., PostgresServer],
-    own_nats: NatsServer,
-    prefix: str,
-    tmp_path: Path,
-    version: str,
-    broker: str,
-) -> None:
-    server = start_postgres(version)
-    scene = await Scene(server.dsn(), own_nats.url, prefix, tmp_path).set_up()
-    with RelayProcess(scene.path) as relay:
-        await relay.streaming()
-        await relay.says("sink.opened")
-        if broker == "killed":
-            own_nats.kill()
-        else:
-            own_nats.freeze()
-        scene.execute(MANY, f"{prefix}.orders", 100_000)
-        await eventually(lambda: relay.status["in_flight"]["events"] >= 1000, "the window is full")
-        # Raises when it takes longer. A relay in the way would hold it for ever; alone it takes less than 3 s, but
-        # the server's last checkpoint may have to share the disk with other tests.
-        await asyncio.to_thread(server.stop, 10.0, "fast")
-        if broker == "killed":
-            own_nats.start()
-        else:
-            own_nats.thaw()
-        server.start()
-        await relay.has_published(100_000)
-        stored = await scene.read()
-        assert len({item.id for item in stored}) == len(stored) == 100_000
         await relay.stopped()
 
 
@@ -332,7 +296,7 @@ async def test_an_idle_relay_writes_no_checkpoints(scene: Scene) -> None:
                     return False
             return True
 
-        await eventually(quiet, "the checkpoint comes to rest", timeout=15)
+        await eventually(quiet, "the checkpoint comes to rest")
         await relay.stopped()
 
 
@@ -340,15 +304,15 @@ async def test_an_idle_relay_writes_no_checkpoints(scene: Scene) -> None:
 async def test_a_big_transaction_in_bounded_memory(scene: Scene) -> None:
     with RelayProcess(scene.path) as relay:
         await relay.streaming()
-        await asyncio.to_thread(scene.execute, MANY, f"{scene.name}.orders", 200_000)
+        await asyncio.to_thread(scene.execute, MANY, f"{scene.name}.orders", 120_000)
         highest = 0
 
         def done() -> bool:
             nonlocal highest
             highest = max(highest, relay.resident_bytes)
-            return relay.counter("published_events") >= 200_000
+            return relay.counter("published_events") >= 120_000
 
-        await eventually(done, "all is published", timeout=60, context=lambda: relay.output)
+        await eventually(done, "all is published", context=lambda: relay.output)
         assert highest < 150 * 2**20, f"{highest / 2**20:.0f} MB"
         relay.signal(signal.SIGINT)
         assert await relay.ended() == 0

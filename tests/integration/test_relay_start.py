@@ -359,7 +359,7 @@ async def test_a_second_relay_stands_by_and_takes_over(
             await active.stopped()
         else:
             active.kill()
-        await passive.streaming(timeout=10)
+        await passive.streaming()
         ledger.write(20, seed=2)
         ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), passive))
         await passive.ready()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.fix_postgres import Database
 from tests.relays import RelayProcess, config_of, create_topic, eventually, kafka, prepare, settings
 from tests.scene import Scene
 from tests.sinks import Stored, read_kafka
+from tests.zygote import zygote
 
 
 def quiet(_published: int, _total: int | None) -> None:
@@ -317,8 +317,7 @@ async def test_the_command_line(make_scene: Callable[[str], Scene]) -> None:
         await relay.stopped()
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "relay", *arguments, "--config", str(scene.path)]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
+        return zygote().run(*arguments, "--config", str(scene.path))
 
     assert json.loads(command("bookmark", "add", "here", "--json").stdout)["name"] == "here"
     assert "here" in command("bookmark", "list").stdout

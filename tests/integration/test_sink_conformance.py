@@ -101,7 +101,7 @@ def kafka_sink(bootstrap: str, topic: str, *, create: bool = True, mode: str = "
             create_topics=create,
             topics=(topic,),
             partitions=4,
-            connect_timeout=options.pop("connect_timeout", 10.0),
+            connect_timeout=options.pop("connect_timeout", 30.0),
             options={"bootstrap.servers": bootstrap, **options},
         )
     )
@@ -110,13 +110,13 @@ def kafka_sink(bootstrap: str, topic: str, *, create: bool = True, mode: str = "
 
 
 def jetstream_sink(
-    url: str, topic: str, *, create: bool = True, connect_timeout: float = 5.0, mode: str = "shared"
+    url: str, topic: str, *, create: bool = True, connect_timeout: float = 20.0, mode: str = "shared"
 ) -> Sink:
     from relay.sink.jetstream import JetStreamSink
 
     stream = config.Stream(name=topic.replace(".", "_"), subjects=(topic,), create=create)
     mode, _, slow = mode.partition(" ")
-    settings: dict[str, Any] = {"servers": (url,), "streams": (stream,), "ack_timeout": 2.0, "mode": mode}
+    settings: dict[str, Any] = {"servers": (url,), "streams": (stream,), "ack_timeout": 10.0, "mode": mode}
     made = JetStreamSink(config.JetStream(**settings, connect_timeout=connect_timeout), direct=not slow)
     made.resume({}, _ORIGIN)
     return made
@@ -287,7 +287,7 @@ async def test_closing_leaves_the_unfinished_to_the_pipeline(fragile: Broker) ->
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_outcome(fragile.sink, batch)) for batch in waiting]
             await asyncio.sleep(0)
-            await asyncio.wait_for(fragile.sink.close(), 5.0)
+            await asyncio.wait_for(fragile.sink.close(), 60.0)
         assert all(isinstance(task.result(), SinkUnavailable) for task in tasks)
         assert [len(batch.events) for batch in waiting] == [10, 10, 10]
     finally:
@@ -339,7 +339,7 @@ async def test_broker_down_at_open(kind: str, prefix: str) -> None:
         else jetstream_sink(f"nats://127.0.0.1:{port}", f"{prefix}.orders", connect_timeout=1.0)
     )
     with pytest.raises(SinkUnavailable):
-        await asyncio.wait_for(sink.open(), 10.0)
+        await asyncio.wait_for(sink.open(), 60.0)
     await sink.close()
 
 

@@ -42,12 +42,12 @@ async def test_a_takeover_makes_the_stand_by_active_and_the_other_one_stand_by(
             ended = await takeover(config_of(sections))
 
             assert {each.role for each in ended} == {"lock", "stream"}
-            await second.streaming(timeout=10)
+            await second.streaming()
             await first.says("relay.standing_by")
             ledger.write(20, seed=2)
             ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), second), duplicates=40)
             await second.stopped()
-            await first.streaming(timeout=10)
+            await first.streaming()
         await first.stopped()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from hypothesis import given, settings
@@ -54,7 +54,7 @@ def make(sink: Sink, delivery: Delivery = QUICK, progress: Progress | None = Non
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until it is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 
@@ -71,7 +71,7 @@ async def running(pipeline: Pipeline, source: ListSource) -> AsyncIterator[async
 
 async def failure_of(pipeline: Pipeline, source: ListSource) -> RelayError:
     with pytest.raises((RelayError, ExceptionGroup)) as caught:
-        await asyncio.wait_for(pipeline.run(source), 10)
+        await asyncio.wait_for(pipeline.run(source), 60)
     return decisive(caught.value)
 
 
@@ -232,7 +232,7 @@ async def test_stop_drains_also_what_waits_for_a_broker_that_is_away() -> None:
 async def test_stop_gives_up_in_time_when_the_broker_stays_away() -> None:
     sink = FaultySink([Act("hold")])
     pipeline, _ = make(sink, QUICK.model_copy(update={"shutdown_timeout": 0.01}))
-    async with asyncio.timeout(10), running(pipeline, ListSource([batch(1)])) as task:
+    async with asyncio.timeout(60), running(pipeline, ListSource([batch(1)])) as task:
         await until(lambda: len(sink.held) == 1)
         pipeline.stop()
         await task
@@ -241,7 +241,7 @@ async def test_stop_gives_up_in_time_when_the_broker_stays_away() -> None:
 
 async def test_a_source_that_ends_is_drained() -> None:
     pipeline, _ = make(FaultySink([Act("store", 5), Act("lose"), Act("refuse")]))
-    await asyncio.wait_for(pipeline.run(ListSource([batch(1), batch(2)], ends=True)), 10)
+    await asyncio.wait_for(pipeline.run(ListSource([batch(1), batch(2)], ends=True)), 60)
     assert pipeline.acknowledged == 2
 
 
@@ -266,7 +266,7 @@ async def test_stop_ends_also_a_source_that_has_ended() -> None:
     async with running(pipeline, ListSource([batch(1)], ends=True)) as task:
         await until(lambda: len(sink.held) == 1)
         pipeline.stop()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
     assert pipeline.acknowledged == 0
 
 
@@ -314,6 +314,32 @@ async def test_cancelling_ends_it_at_once() -> None:
     assert progress.in_flight_events == 0
 
 
+class Deaf(FaultySink):
+    """A sink whose publish does not hear that it is cancelled, and succeeds afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.freed = asyncio.Event()
+
+    async def publish(self, batch: Batch) -> Sequence[Rejected]:
+        while not self.freed.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.freed.wait()
+        return await super().publish(batch)
+
+
+async def test_cancelling_ends_it_also_when_a_publish_swallows_it() -> None:
+    sink = Deaf()
+    pipeline, progress = make(sink)
+    async with running(pipeline, ListSource([batch(1), batch(2)], ends=False)) as task:
+        await until(lambda: progress.in_flight_events == 2)
+        task.cancel()
+        await asyncio.sleep(0)
+        sink.freed.set()
+        done, _ = await asyncio.wait((task,), timeout=60)
+        assert done
+
+
 # ------------------------------------------------------------------------------------------ what a person must cure
 
 
@@ -357,7 +383,7 @@ async def test_a_bug_in_the_sink_is_not_retried() -> None:
 
     pipeline, _ = make(Buggy())
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(pipeline.run(ListSource([batch(1)])), 10)
+        await asyncio.wait_for(pipeline.run(ListSource([batch(1)])), 60)
     assert caught.group_contains(ZeroDivisionError)
 
 
@@ -372,7 +398,7 @@ async def test_the_fake_keeps_the_contract_of_a_sink(
     sent = [list(b.events) for b in batches]
     sink: FaultySink = FaultySink(acts)
     await sink.open()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [group.create_task(_outcome(sink, b)) for b in batches]
         turn = 0
         while not all(task.done() for task in tasks):
