@@ -65,6 +65,8 @@ from relay.writeback import PATIENCE, WriteBack
 
 log = structlog.get_logger("relay.life")
 
+_STEP = 0.1  # seconds between two looks at how much was published since the last checkpoint
+
 
 @dataclass(slots=True)
 class Memory:
@@ -666,10 +668,20 @@ class Life:
             if time.monotonic() - reported > PROGRESS_INTERVAL:
                 reported = time.monotonic()
                 log.info("relay.progress", **progress_line(self._metrics, clock=time.time()))
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next tick: the interval. Without a fence also a window of events: more would come twice (G4)."""
+        interval, published = self._config.checkpoint.interval, self._pipeline.published
+        due = time.monotonic() + interval
+        step = interval if self._pipeline.marks else min(interval, _STEP)
+        while (left := due - time.monotonic()) > 0:
             # Not a plain sleep: this hears at once when Postgres ends the session (57P01), and then everything stops.
             with translated():
-                async for _ in self._session.notifies(timeout=self._config.checkpoint.interval):
+                async for _ in self._session.notifies(timeout=min(step, left)):
                     pass
+            if self._pipeline.published - published >= self._config.delivery.max_in_flight_events:
+                return
 
     async def _walsender(self) -> WalSender:
         source = self._config.source
