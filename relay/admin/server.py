@@ -19,6 +19,8 @@ from relay.progress import Progress
 if TYPE_CHECKING:
     from aiohttp import web
 
+_HIGHEST_PORT = 65_535
+
 
 class AdminServer:
     """Serves until stopped; `port` is the real one, also when 0 was asked for."""
@@ -44,6 +46,8 @@ class AdminServer:
             return
         host, _, port = self._listen.rpartition(":")
         try:
+            if int(port) > _HIGHEST_PORT:  # or it would be taken modulo 65536, or leave a socket open
+                raise OverflowError(f"port must be 0-{_HIGHEST_PORT}")
             found = await asyncio.get_running_loop().getaddrinfo(
                 host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )

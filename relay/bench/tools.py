@@ -121,7 +121,8 @@ class RelayTool(StoringTool):
             child.stop()
 
     def process(self) -> Child:
-        return Child("relay", [sys.executable, "-m", "relay", "run", "--config", str(self._file)])
+        command = [sys.executable, "-m", "relay", "run", "--config", str(self._file)]
+        return Child("relay", command, codes=(0, -15))  # there may be nothing left to do before it is up
 
     async def ready(self, child: Child) -> None:
         """Wait until the relay streams (destination there, checkpoint saved, slot in use) or polls."""

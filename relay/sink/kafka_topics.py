@@ -58,7 +58,8 @@ def create_topics(
 def setting(options: Mapping[str, Any], topic: str, name: str, timeout: float) -> str | None:
     """A topic's setting; None if Kafka does not let us see it."""
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
-    (future,) = AdminClient(dict(options)).describe_configs([resource], request_timeout=timeout).values()
+    admin = AdminClient(dict(options))  # it must outlive the answer
+    (future,) = admin.describe_configs([resource], request_timeout=timeout).values()
     try:
         return str(future.result()[name].value)
     except (KafkaException, KeyError) as exc:
