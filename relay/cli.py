@@ -52,8 +52,6 @@ def run(
     # Events live for milliseconds and form no cycles: looking for garbage among them every 700 is time lost.
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-    # Kafka's reports, and the import behind the admin server, run on threads: nobody shall wait 5 ms for the GIL.
-    sys.setswitchinterval(0.0005)
     log.configure(settings.log, sys.stderr if settings.sink.kind == "console" else sys.stdout)
     _go(_run(settings, from_now=from_now))
 
