@@ -17,19 +17,16 @@ from typing import Any, TextIO
 
 import orjson
 
-# structlog loads rich for pretty tracebacks, which we never print; it would be a tenth of the time to the first event.
-_loaded = "rich" in sys.modules
-sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
-import structlog  # noqa: E402
-from structlog.typing import EventDict, Processor, WrappedLogger  # noqa: E402
+from relay.lean import without
 
-if not _loaded:
-    del sys.modules["rich"]
+with without("rich"):  # for pretty tracebacks, which we never print: a tenth of the time to the first event
+    import structlog
+    from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relay.config import Log  # noqa: E402
-from relay.errors import RelayError  # noqa: E402
-from relay.event import Batch, Event, Rejected  # noqa: E402
-from relay.lsn import LSN  # noqa: E402
+from relay.config import Log
+from relay.errors import RelayError
+from relay.event import Batch, Event, Rejected
+from relay.lsn import LSN
 
 PROGRESS_INTERVAL = 30.0
 """Seconds between two `relay.progress` lines."""

@@ -5,12 +5,9 @@ It only reads. What it cannot know is None, never a guess: `pending` of a table 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psycopg import sql
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from relay import __version__
 from relay.adopt import condition
@@ -20,6 +17,9 @@ from relay.lsn import LSN
 from relay.outbox import ClaimColumns
 from relay.source.session import Session, connect
 from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, split, table_info
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _PHASES = {
     "stream": "streaming",
@@ -198,6 +198,9 @@ def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None, claim: ClaimC
 
 def render(status: dict[str, Any]) -> RenderableType:
     """For people."""
+    from rich.table import Table  # noqa: PLC0415  the running relay reads the status, too, and shows it to nobody
+    from rich.text import Text  # noqa: PLC0415
+
     slot, checkpoint = status["slot"], status["checkpoint"]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
