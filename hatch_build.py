@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -17,12 +18,13 @@ class Hook(BuildHookInterface):  # type: ignore[type-arg,misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002  the interface's
         source = Path(self.root) / "relay" / "_hot.c"
         built = source.with_name(f"_hot{sysconfig.get_config_var('EXT_SUFFIX')}")
-        compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")[:1]
+        names = (*shlex.split(sysconfig.get_config_var("CC") or "")[:1], "cc", "gcc")
+        compiler = next(filter(None, map(shutil.which, names)), "cc")
         includes = {sysconfig.get_path(name) for name in ("include", "platinclude")}
         flags = ["-O2", "-fPIC", "-shared", "-Wall", *(f"-I{path}" for path in sorted(includes))]
         built.unlink(missing_ok=True)  # the one of another source, if this one cannot be built
         try:
-            subprocess.run([*compiler, *flags, str(source), "-o", str(built)], check=True, capture_output=True)  # noqa: S603
+            subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True, capture_output=True)  # noqa: S603
         except (OSError, subprocess.CalledProcessError) as exc:
             why = getattr(exc, "stderr", b"") or str(exc).encode()
             self.app.display_warning(f"without the C part (slower, the same otherwise): {why.decode().strip()[:300]}")
