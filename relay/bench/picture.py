@@ -55,7 +55,8 @@ def picture(report: Report, scenario: str) -> str:
 
 def label(each: Summary, among: Sequence[Summary]) -> str:
     """As short as it can be while the others differ."""
-    words = [each.mode if each.tool == "relay" else each.tool]
+    modes = {other.mode for other in among if other.tool == "relay"}
+    words = [each.mode if each.tool == "relay" and len(modes) > 1 else each.tool]
     if each.tool == LIMIT:
         words.append(each.mode.removeprefix("stream-"))
     elif len({other.sink for other in among}) > 1:
