@@ -49,6 +49,26 @@ async def test_a_clean_stop_delivers_nothing_twice(scene: Scene) -> None:
         await relay.stopped()
 
 
+@pytest.mark.guarantee("G4")
+async def test_without_a_fence_the_checkpoint_follows_the_window(
+    database: Database, nats: Nats, prefix: str, tmp_path: Path
+) -> None:
+    """Else a kill would repeat whatever was published since the last interval, here an hour."""
+    patient = {"checkpoint": {"interval": 3600}, "source": {"slot": prefix, "wal_sender_timeout": 20_000}}
+    scene = Scene(database.dsn, nats.url, prefix, tmp_path, delivery={"max_in_flight_events": 50}, **patient)
+    scene.sections["sink"]["jetstream"]["mode"] = "shared"
+    await scene.set_up()
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        before = scene.query("SELECT lsn FROM outbox_relay_checkpoint")[0]
+        scene.ledger.write(300)
+        await scene.settled(relay)
+        await eventually(
+            lambda: scene.query("SELECT lsn > %s FROM outbox_relay_checkpoint", before)[0], "the checkpoint is saved"
+        )
+        await relay.stopped()
+
+
 @pytest.mark.parametrize("broker_frozen", [False, True])
 async def test_a_second_signal_aborts(
     database: Database, own_nats: NatsServer, prefix: str, tmp_path: Path, broker_frozen: bool
