@@ -205,10 +205,10 @@ class Server:
         if self._process is not None:
             self._process.wait(timeout)
             self._process = None
-        if self._warden is not None:
+        warden, self._warden = self._warden, None
+        if warden is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._warden.communicate(b"ended\n", timeout=10.0)
-            self._warden = None
+                warden.communicate(b"ended\n", timeout=10.0)
 
     def _tree(self) -> list[psutil.Process]:
         if not self.is_running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -311,18 +312,19 @@ async def _outcome(sink: Sink, batch: Any) -> BaseException | None:
 async def test_broker_killed_in_the_middle(fragile: Broker) -> None:
     assert fragile.server is not None
     events = [fragile.event(seq, key=b"k%d" % (seq % 20), body=b"%0200d" % seq) for seq in range(6000)]
-    rounds = 0
+    rounds, one_at_a_time = 0, threading.Lock()
+
+    def break_it(server: Server) -> None:
+        with one_at_a_time:
+            server.kill()
+            server.restart()
+
     async with asyncio.TaskGroup() as group:
         async for rejected in publish_as_pipeline(fragile.sink, batches_of(events, 50)):
             assert rejected == []
             rounds += 1
             if rounds in {3, 6}:
-
-                def break_it(server: Server = fragile.server) -> None:
-                    server.kill()
-                    server.restart()
-
-                group.create_task(asyncio.to_thread(break_it))
+                group.create_task(asyncio.to_thread(break_it, fragile.server))
     stored = await fragile.read()
     assert {item.id for item in stored} == {event.id for event in events}
     once = first_occurrences(stored)
