@@ -237,13 +237,13 @@ def keys_of(events: Sequence[Seen]) -> list[str]:
 async def test_small_and_large_transactions(outbox: Database) -> None:
     async with reading(outbox) as readers:
         insert(readers.sql, "one")
-        insert(readers.sql, "large", 20_000)
+        insert(readers.sql, "large", 100_000)
         insert(readers.sql, "one")
         events = await readers.events()
         assert [event.id for event in events] == ids_in_table(readers.sql)
         large = events[1:-1]
         assert len({event.xid for event in large}) == 1
-        assert [int(event.position.rpartition(":")[2]) for event in large] == list(range(20_000))
+        assert [int(event.position.rpartition(":")[2]) for event in large] == list(range(100_000))
 
 
 async def test_interleaved_transactions_come_in_commit_order(outbox: Database) -> None:

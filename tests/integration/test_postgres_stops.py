@@ -50,7 +50,7 @@ async def test_while_the_broker_is_down(
             own_nats.kill()
         else:
             own_nats.freeze()
-        scene.execute(MANY, f"{prefix}.orders", 30_000)
+        scene.execute(MANY, f"{prefix}.orders", 100_000)
         await eventually(lambda: relay.status["in_flight"]["events"] >= 1000, "the window is full")
         await asyncio.to_thread(server.stop, STOPS, "fast")
         if broker == "killed":
@@ -58,9 +58,9 @@ async def test_while_the_broker_is_down(
         else:
             own_nats.thaw()
         server.start()
-        await relay.has_published(30_000)
+        await relay.has_published(100_000)
         stored = await scene.read()
-        assert len({item.id for item in stored}) == len(stored) == 30_000
+        assert len({item.id for item in stored}) == len(stored) == 100_000
         await relay.stopped()
 
 
