@@ -12,7 +12,6 @@ READY := .venv/.ready
 ARGS ?=
 # Each worker has its own servers. Files run in the order of their folders, so that the short ones come last.
 WORKERS ?= 3
-CHOSEN := "not chaos and not bench"
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,10 +20,7 @@ demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events 
 	@$(BIN)/relay demo $(ARGS)
 
 test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
-	@$(BIN)/pytest -m $(CHOSEN) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) || { code=$$?; \
-	    test $$code = 1 || exit $$code; \
-	    echo "→ what failed, once more and alone; what passes now is unsteady: look into it"; \
-	    $(BIN)/pytest -m $(CHOSEN) --last-failed --last-failed-no-failures none $(ARGS); }
+	@$(BIN)/pytest -m "not chaos and not bench" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-docker: $(READY) ## build the images, run the stack, break it; starts a Docker engine where none answers (root)
 	@scripts/test-docker
