@@ -141,7 +141,9 @@ class JetStreamSink:
         if not countable:
             self._marks[UNCOUNTABLE] = 1
         poisoned = any(stream.poisons(connection.version) for stream in streams.known)
-        window.begin(chains, with_ids=not poisoned, uncountable=not countable)
+        # An event is on the wire for ack_timeout at most; twice that, for a server that is behind with its clock.
+        dedupes = all(stream.duplicate_window >= 2 * config.ack_timeout for stream in streams.known)
+        window.begin(chains, with_ids=not poisoned, dedupes=dedupes and not poisoned, uncountable=not countable)
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         window = self._window

@@ -6,7 +6,9 @@ somebody else's message in the place of a refused event would let the next one i
 stream can only write the very events that we would write, in the same places; one that came by another way (its
 successor recovers from the table, or routes differently) could slip in between. So in the range of sequences that it
 may still write to (`danger`), a batch goes out in waves, each when the one before is acknowledged, with at most one
-event of a key: whatever slips in, no event is stored before an earlier one of its key.
+event of a key: whatever slips in, no event is stored before an earlier one of its key. What slips in may be an event
+of the very wave, displacing another: that it is not stored a second time behind that one is left to the server's
+deduplication. Where that cannot be relied on, a wave is one event.
 
 After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
 up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
@@ -49,7 +51,7 @@ class FencedWindow(Window):
         """`careful`: the first batch goes out event by event, to find out which one the stream does not take."""
         super().__init__(connection, find, strict=True, ack_timeout=ack_timeout)
         self._chains: dict[str, Chain] = {}
-        self._with_ids = True
+        self._with_ids = self._dedupes = True
         self._met: dict[bytes, Chain] = {}  # ids that the streams hold beyond the marks, until their events come
         self._ways: dict[str, tuple[bytes, Chain] | None] = {}
         self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
@@ -63,9 +65,12 @@ class FencedWindow(Window):
         self.gaps = False  # the server refused an event, and later ones are stored
         self.skipped = 0  # events that were stored already
 
-    def begin(self, chains: Iterable[Chain], *, with_ids: bool, uncountable: bool) -> None:
-        """What was read back. Without ids: this server may have poisoned those of events that it refused."""
-        self._with_ids, self._uncountable = with_ids, uncountable
+    def begin(self, chains: Iterable[Chain], *, with_ids: bool, dedupes: bool, uncountable: bool) -> None:
+        """What was read back. Without ids: this server may have poisoned those of events that it refused.
+
+        `dedupes`: the server does not store an id again that it stored while the event was on the wire.
+        """
+        self._with_ids, self._dedupes, self._uncountable = with_ids, dedupes, uncountable
         for chain in chains:
             self._chains[chain.stream] = chain
             for event_id in chain.places:
@@ -113,7 +118,8 @@ class FencedWindow(Window):
     def _send_now(self, flight: Flight) -> None:
         if self._careful or self._endangered:
             events = flight.batch.events
-            self._waves = deque([place] for place in range(len(events))) if self._careful else _waves(events)
+            singly = self._careful or not self._dedupes
+            self._waves = deque([place] for place in range(len(events))) if singly else _waves(events)
             flight.remaining = len(events)
             self._next_wave(flight)
             return

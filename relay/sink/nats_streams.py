@@ -33,6 +33,7 @@ class StreamState:
     owned: bool = False  # made by a relay, for itself
     sourced: bool = False  # takes messages of other streams, too
     retention: str = "limits"
+    duplicate_window: float = 0.0  # seconds
 
     def poisons(self, version: tuple[int, ...]) -> bool:
         """Replicated streams of these servers remember the ids of messages that they refused, as if they had them."""
@@ -57,6 +58,7 @@ class StreamState:
             owned=(config.get("description") or "").startswith(OWNED),
             sourced=bool(config.get("sources")),
             retention=config.get("retention") or "limits",
+            duplicate_window=(config.get("duplicate_window") or 0) / 1e9,
         )
 
 

@@ -206,7 +206,7 @@ async def published(made: list[Event], sent: int, *, with_ids: bool) -> tuple[by
     wire = Wire()
     homes = {name: type("Home", (), {"name": name}) for name in "ab"}
     window = nats_fence.FencedWindow(wire, lambda topic: homes[topic[0]], ack_timeout=9, careful=False)  # type: ignore[arg-type,return-value]
-    window.begin([Chain("a", sent, []), Chain("b", 5, [])], with_ids=with_ids, uncountable=False)
+    window.begin([Chain("a", sent, []), Chain("b", 5, [])], with_ids=with_ids, dedupes=True, uncountable=False)
     flight = window.submit(Batch(made, LSN(1)))
     left = (flight.rejected, flight.remaining, {name: chain.sent for name, chain in window._chains.items()})
     out = wire.out
