@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import nats
-from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
@@ -33,6 +33,7 @@ from relay.embedded.process import free_port
 
 _PARTITIONS = 4
 _WARM_UP = 300_000  # events until the JVM has compiled what it will compile
+_REQUESTS = 15_000  # the same for the way of a single request: a thousand events a second are a thousand of them
 _TIMEOUT = 30.0
 
 
@@ -163,31 +164,39 @@ class KafkaBroker:
             section["position_topic"] = _positions(name)
         return {"kind": "kafka", "kafka": section}
 
-    async def warm_up(self, events: int) -> None:
+    async def warm_up(self, part: float) -> None:
         """A JVM that was just started would be measured compiling itself."""
         name = f"relay_bench_warm_{secrets.token_hex(4)}"
         await self.create(name)
-        await asyncio.to_thread(self._produce, topic(name), events)
+        await asyncio.to_thread(self._produce, topic(name), round(_WARM_UP * part), 10_000)
+        consumer = self._consumer(name)
+        await asyncio.to_thread(self._produce, topic(name), round(_REQUESTS * part), 4, consumer)
+        consumer.close()
         await self.drop(name)
 
-    def _produce(self, name: str, events: int) -> None:
+    def _consumer(self, name: str) -> Consumer:
+        consumer = Consumer({"bootstrap.servers": self.address, "group.id": name, "log_level": 0})
+        consumer.assign([TopicPartition(topic(name), number, OFFSET_END) for number in range(_PARTITIONS)])
+        return consumer
+
+    def _produce(self, name: str, events: int, at_once: int, consumer: Consumer | None = None) -> None:
+        """With few events at once, each is a request of its own; a consumer asks for each of them."""
         producer = Producer(
             {
                 "bootstrap.servers": self.address,
                 "enable.idempotence": True,
-                "linger.ms": 1,
+                "linger.ms": 1 if consumer is None else 0,
                 "compression.type": "lz4",
                 "log_level": 0,
             }
         )
         body = b"x" * PAYLOAD_BYTES
         for index in range(events):
-            while True:
-                try:
-                    producer.produce(name, body, key=b"key-%d" % (index % 1000))
-                    break
-                except BufferError:
-                    producer.poll(0.1)
+            producer.produce(name, body, key=b"key-%d" % (index % 1000))
+            while len(producer) > at_once:
+                producer.poll(0.001)
+            if consumer is not None:
+                consumer.poll(0)
         if producer.flush(_TIMEOUT):
             raise BenchError("the warm-up of Kafka did not end")
 
@@ -273,7 +282,7 @@ async def _kafka(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker
         say("starting Kafka, and warming it up")
         server = stack.enter_context(_FarKafka())
         broker = KafkaBroker(server.bootstrap, server.pid, server.far, server.release)
-        await broker.warm_up(_WARM_UP // (3 if plan.quick else 1))
+        await broker.warm_up(0.3 if plan.quick else 1.0)
         yield broker
 
 
