@@ -31,26 +31,21 @@ class Relay:
         )
         self._supervisor = Supervisor(config, sink or open_sink(config), self.progress, self.metrics, from_now=from_now)
         self._task: asyncio.Task[None] | None = None
-        self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        await self.admin.bind()
+        await self.admin.start()
         # Not in a TaskGroup: a relay that has to stop must not cancel the application around it. We await it below.
-        loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._supervisor.run(), name="relay")
-        self._serving = loop.create_task(self.admin.serve(), name="relay-admin")
+        self._task = asyncio.get_running_loop().create_task(self._supervisor.run(), name="relay")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._task is not None
-        assert self._serving is not None
         try:
             self.stop()
             await self._task
         finally:
-            await self._serving
             await self.admin.stop()
 
     async def wait(self) -> None:

@@ -1,8 +1,8 @@
 """The HTTP server of `admin.listen`. It never waits for Postgres or the broker, so it answers whatever they do.
 
-`bind` takes the address, so that a wrong one is said before anything is published; `serve` answers. In between lies the
-import of aiohttp, a fifth of the time from the start of the process to its first event: it runs on a thread while the
-relay connects, and who asks meanwhile waits in the queue of the socket.
+A wrong address is said before anything is published. aiohttp is loaded when somebody asks for the first time, who
+waits that long in the queue of the socket: it would take a fifth of the time from the start of the process to its first
+event, and a tenth of the memory of a relay that nobody asks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class AdminServer:
         self._listen = listen
         self._pages: tuple[Any, ...] = (progress, metrics, stalled_after)
         self._sockets: list[socket.socket] = []
+        self._asked: asyncio.Task[None] | None = None  # begins with the first request
         self._runner: web.AppRunner | None = None
         self.port: int | None = None
 
@@ -36,11 +37,6 @@ class AdminServer:
         return f"<AdminServer {self._listen} {'stopped' if self.port is None else f'on port {self.port}'}>"
 
     async def start(self) -> None:
-        """Bind, and serve."""
-        await self.bind()
-        await self.serve()
-
-    async def bind(self) -> None:
         """Listen; an empty address means that nobody wants us. Raises SetupError when the address cannot be had."""
         if not self._listen:
             return
@@ -66,11 +62,16 @@ class AdminServer:
                 hint='set admin.listen to a free address (or to "" to switch it off), or stop what uses this one',
             ) from exc
         self.port = self._sockets[0].getsockname()[1]
+        for listening in self._sockets:
+            listening.setblocking(False)
+            asyncio.get_running_loop().add_reader(listening, self._wake)
 
-    async def serve(self) -> None:
-        """Answer, from now on, what comes to the address."""
-        if not self._sockets:
-            return
+    def _wake(self) -> None:
+        """Somebody asks: aiohttp takes over."""
+        self._fall_asleep()
+        self._asked = asyncio.get_running_loop().create_task(self._answer(), name="relay-admin")
+
+    async def _answer(self) -> None:
         pages = await asyncio.to_thread(importlib.import_module, "relay.admin.pages")
         from aiohttp import web  # noqa: PLC0415
 
@@ -81,11 +82,21 @@ class AdminServer:
         self._runner = runner
         await runner.setup()
         for listening in self._sockets:
-            listening.setblocking(False)
             await web.SockSite(runner, listening).start()
+
+    def _fall_asleep(self) -> None:
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.remove_reader(listening)
 
     async def stop(self) -> None:
         """Stop listening; safe to call in any state, and more than once."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            self._fall_asleep()
+        else:
+            asked.cancel()
+            await asyncio.wait([asked])
         runner, self._runner, self.port = self._runner, None, None
         sockets, self._sockets = self._sockets, []
         if runner is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,6 +49,42 @@ async def running(progress: Progress) -> AsyncIterator[Asked]:
             yield Asked(progress, metrics, server, client)
     finally:
         await server.stop()
+
+
+_UNASKED = """
+import asyncio, sys, urllib.request
+from relay.admin import AdminServer
+from relay.metrics import Metrics
+from relay.progress import Progress
+
+async def main():
+    progress = Progress()
+    server = AdminServer("127.0.0.1:0", progress, Metrics(progress, relay_name="shop"), stalled_after=30)
+    await server.start()
+    before = "aiohttp" in sys.modules
+    page = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{server.port}/healthz")
+    print(before, "aiohttp" in sys.modules, page.status)
+    await server.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_what_nobody_asks_for_is_not_loaded() -> None:
+    """aiohttp costs ten megabytes, and a fifth of the time to the first event."""
+    done = subprocess.run([sys.executable, "-c", _UNASKED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", "True", "200"]
+
+
+async def test_stopping_while_the_first_request_waits() -> None:
+    progress = Progress()
+    server = AdminServer("127.0.0.1:0", progress, Metrics(progress, relay_name="shop"), stalled_after=30)
+    await server.start()
+    with socket.create_connection(("127.0.0.1", server.port or 0)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0)  # the loop may or may not have seen it
+        await server.stop()
+        assert server.port is None
 
 
 async def test_alive_whatever_the_state() -> None:
