@@ -401,6 +401,11 @@ class JetStream(Section):
         description="In mode `shared`: `strict`: never two unacknowledged events of one key in flight; `relaxed` lifts "
         "that for speed.",
     )
+    atomic: bool = Field(
+        False,
+        description="In mode `fenced`: publish batches atomically (from nats-server 2.12.1 on, streams with "
+        "`allow_atomic`). For servers that sync every write (`sync_interval: always`): once for a batch then.",
+    )
     streams: Annotated[tuple[Stream, ...], BeforeValidator(_json)] = Field(
         (), description="Streams that the relay expects (or creates). Without any, the server's own streams are used."
     )
@@ -433,6 +438,12 @@ class JetStream(Section):
             if not readable:  # and not shown: half a password may stand where the port should
                 raise ValueError("a URL cannot be read (in a password write %40 for @, %2F for /, %2C for a comma)")
         return value
+
+    @model_validator(mode="after")
+    def _fenced_only(self) -> JetStream:
+        if self.atomic and self.mode == "shared":
+            raise ValueError('atomic: is for fenced streams; leave it out, or set mode = "fenced"')
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> JetStream:

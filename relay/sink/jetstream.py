@@ -81,13 +81,21 @@ class JetStreamSink:
             await connection.open(window, self._discovered)
             await self._streams.load(connection)
             if not self._shared and self._streams.fenced(self._config.mode):
+                if self._config.atomic:
+                    self._streams.check_atomic(connection.version)
                 fenced = FencedWindow(
-                    connection, self._streams.find, ack_timeout=self._config.ack_timeout, careful=self._suspicious
+                    connection,
+                    self._streams.find,
+                    ack_timeout=self._config.ack_timeout,
+                    careful=self._suspicious,
+                    atomic=self._config.atomic,
                 )
                 connection.listen(fenced)
                 self._window = window = fenced
                 await self._read_chains(connection, fenced)
             if not isinstance(self._window, FencedWindow):
+                if self._config.atomic:
+                    log.warning("sink.jetstream.atomic has no effect: the streams are shared, not fenced")
                 self._marks = {}
         except RelayError:
             failure = window.failure

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from relay.errors import RelayError, SetupError, SinkUnavailable
 from relay.event import Event, HeaderNames, Rejected
 from relay.hot import frames as quick_frames
-from relay.sink import UNCOUNTABLE, nats_acks, subjects
+from relay.sink import UNCOUNTABLE, nats_acks, nats_atomic, subjects
 from relay.sink.nats_acks import REJECTED, Ack
 from relay.sink.nats_chain import Chain
 from relay.sink.nats_connection import Frame, NatsConnection
@@ -47,8 +47,12 @@ class FencedWindow(Window):
         *,
         ack_timeout: float,
         careful: bool,
+        atomic: bool = False,
     ) -> None:
-        """`careful`: the first batch goes out event by event, to find out which one the stream does not take."""
+        """`careful`: the first batch goes out event by event, to find out which one the stream does not take.
+
+        `atomic`: the others go out as atomic batches.
+        """
         super().__init__(connection, find, strict=True, ack_timeout=ack_timeout)
         self._chains: dict[str, Chain] = {}
         self._with_ids = self._dedupes = True
@@ -56,6 +60,9 @@ class FencedWindow(Window):
         self._ways: dict[str, tuple[bytes, Chain] | None] = {}
         self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
         self._careful = careful
+        self._atomic = atomic
+        self._max_payload = connection.max_payload - (nats_atomic.OVERHEAD if atomic else 0)
+        self._max_header = MAX_HEADER_BYTES - (nats_atomic.OVERHEAD if atomic else 0)
         self._waves: deque[list[int]] | None = None  # places in the batch that goes out bit by bit, not sent yet
         self._wave: list[int] = []  # those that are on the wire
         self._unanswered = 0  # of them
@@ -129,12 +136,26 @@ class FencedWindow(Window):
         quick, done = self._quick_frames(flight.batch.events, reply)
         frames = self._frames(flight, range(done, len(flight.batch.events)), reply)
         flight.remaining = done + len(frames)
+        if self._atomic:
+            frames, flight.remaining = self._batched(frames, token)
         flight.marks = self._marks()
         if flight.remaining:
             self._waiting[token] = flight
             self._connection.send(quick + frames)
         else:
             self._finish(flight)
+
+    def _batched(self, frames: list[Frame], token: bytes) -> tuple[list[Frame], int]:
+        """An atomic batch for each stream, and how many answers they get."""
+        homes = {way[0]: way[1] for way in self._ways.values() if way is not None}
+        streams: dict[str, list[Frame]] = {}
+        for frame in frames:
+            streams.setdefault(homes[frame[0]].stream, []).append(frame)
+        name = b"%b.%b" % (self._connection.inbox.rpartition(b".")[2], token)
+        return (
+            [frame for part in streams.values() for frame in nats_atomic.batched(part, name)],
+            sum(nats_atomic.answers(len(part)) for part in streams.values()),
+        )
 
     @property
     def _endangered(self) -> bool:
@@ -149,7 +170,7 @@ class FencedWindow(Window):
         """Frames of the leading events that are usual ones, and how many these are."""
         frames: list[Frame] = []
         at = 0
-        if quick_frames is None or not self._connection.joins or self._special:
+        if quick_frames is None or not self._connection.joins or self._special or self._atomic:
             return frames, at
         while at < len(events):
             event, before = events[at], at
@@ -179,7 +200,7 @@ class FencedWindow(Window):
     def _frames(self, flight: Flight, places: Iterable[int], reply: bytes) -> list[Frame]:
         """Frames of the events that are to be stored, chained. The reference for the quick ones."""
         events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
-        with_ids, max_payload = self._with_ids, self._connection.max_payload
+        with_ids, max_payload, max_header = self._with_ids, self._max_payload, self._max_header
         special = self._special
         frames: list[Frame] = []
         append, join = frames.append, b"".join
@@ -208,7 +229,7 @@ class FencedWindow(Window):
             text = join((event_id, *values)) if with_ids else join(values)
             size = fixed + chain.digits + len(text)
             total = size + len(body)
-            if 10 in text or 13 in text or 0 in text or total > max_payload or size > MAX_HEADER_BYTES:
+            if 10 in text or 13 in text or 0 in text or total > max_payload or size > max_header:
                 self._refuse(flight, place, self._misfit(size, total))
                 special = True
                 continue
@@ -296,7 +317,7 @@ class FencedWindow(Window):
         elif self._waves is not None and len(self._wave) == 1:
             self._single_refused(flight, ack, token)
         else:
-            self.suspicious = ack.code in WRONG_SEQUENCE or ack.code in REJECTED or ack.code == 0
+            self.suspicious = ack.code in WRONG_SEQUENCE | REJECTED | nats_atomic.SPOILT or ack.code == 0
             self._refused(ack)
 
     def _single_refused(self, flight: Flight, ack: Ack, token: bytes) -> None:
@@ -322,7 +343,7 @@ class FencedWindow(Window):
 
     def _refused(self, ack: Ack) -> None:
         verdict = nats_acks.judge(ack, "the relay's streams")
-        if ack.code in WRONG_SEQUENCE:
+        if ack.code in WRONG_SEQUENCE | nats_atomic.SPOILT:
             verdict = SinkUnavailable(f"JetStream refused the chain: {ack.error} ({ack.code})")
         elif verdict is None:
             verdict = SinkUnavailable(f"stream {ack.stream} holds an event of the batch already (sequence {ack.seq})")

@@ -17,6 +17,7 @@ log = structlog.get_logger("relay.sink.nats")
 
 OWNED = "outbox of the relay"  # the description of a stream that a relay made: only relays write to it
 
+_ATOMIC = (2, 12, 1)  # 2.12.0 refuses message ids in atomic batches
 _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
 _NOT_ENABLED = (10039, 10076)
@@ -34,6 +35,7 @@ class StreamState:
     sourced: bool = False  # takes messages of other streams, too
     retention: str = "limits"
     duplicate_window: float = 0.0  # seconds
+    atomic: bool = False  # takes atomic batches
 
     def poisons(self, version: tuple[int, ...]) -> bool:
         """Replicated streams of these servers remember the ids of messages that they refused, as if they had them."""
@@ -59,6 +61,7 @@ class StreamState:
             sourced=bool(config.get("sources")),
             retention=config.get("retention") or "limits",
             duplicate_window=(config.get("duplicate_window") or 0) / 1e9,
+            atomic=bool(config.get("allow_atomic")),
         )
 
 
@@ -67,6 +70,7 @@ class Streams:
 
     def __init__(self, config: JetStream) -> None:
         self._configured = config.streams
+        self._atomic = config.atomic
         self.prefix = f"$JS.{config.domain}.API" if config.domain else "$JS.API"
         self.known: list[StreamState] = []
 
@@ -88,6 +92,21 @@ class Streams:
                 )
             return True
         return bool(self._configured) and not sourced and all(stream.owned for stream in self.known)
+
+    def check_atomic(self, version: tuple[int, ...]) -> None:
+        """Raises SetupError unless all streams take atomic batches in which every event has its id."""
+        if version < _ATOMIC:
+            raise SetupError(
+                f"sink.jetstream.atomic needs nats-server {'.'.join(map(str, _ATOMIC))} or newer; this one is "
+                f"{'.'.join(map(str, version))}",
+                hint="set sink.jetstream.atomic = false, or update the server",
+            )
+        for stream in self.known:
+            if not stream.atomic:
+                raise SetupError(
+                    f"stream {stream.name} does not take atomic batches (allow_atomic)",
+                    hint="set allow_atomic for the stream, or sink.jetstream.atomic = false",
+                )
 
     async def load(self, connection: NatsConnection) -> None:
         """Read the streams from the server; create what is missing and may be created."""
@@ -162,6 +181,7 @@ class Streams:
             "num_replicas": stream.replicas,
             "max_age": round(stream.max_age * 1e9),
             "duplicate_window": round(window * 1e9),
+            **({"allow_atomic": True} if self._atomic else {}),
         }
         try:
             answer = await connection.request(f"{self.prefix}.STREAM.CREATE.{stream.name}", settings)

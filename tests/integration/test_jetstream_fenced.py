@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -37,7 +38,11 @@ from tests.sinks import (
 )
 
 OLD = os.environ.get("NATS_SERVER_OLD")  # a server of 2.9, where there is one
-SERVERS = ["current", pytest.param("old", marks=pytest.mark.skipif(not OLD, reason="NATS_SERVER_OLD is not set"))]
+SERVERS = [
+    "current",
+    "atomic",
+    pytest.param("old", marks=pytest.mark.skipif(not OLD, reason="NATS_SERVER_OLD is not set")),
+]
 
 
 def configured(url: str, *names: str, **changes: Any) -> JetStream:
@@ -108,7 +113,7 @@ async def test_server_killed_again_and_again(version: str, prefix: str) -> None:
     names = (f"{prefix}a", f"{prefix}b")
     made = events((f"{names[0]}.x", f"{names[1]}.y", f"{names[0]}.z"), 20_000)
     with NatsServer(binary=Path(OLD) if version == "old" and OLD else None) as server:
-        async with opened(configured(server.url, *names)) as sink:
+        async with opened(configured(server.url, *names, atomic=version == "atomic")) as sink:
 
             def break_it() -> None:
                 server.kill()
@@ -125,10 +130,13 @@ async def test_server_killed_again_and_again(version: str, prefix: str) -> None:
 
 
 @pytest.mark.guarantee("G4")
-async def test_network_cut_and_stalled(own_nats: NatsServer, prefix: str, proxy: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+async def test_network_cut_and_stalled(
+    own_nats: NatsServer, prefix: str, proxy: Callable[[str], Any], atomic: bool
+) -> None:
     way: Proxy = await proxy(own_nats.url)
     made = events((f"{prefix}.a",), 6000)
-    async with opened(configured(way.url, prefix, ack_timeout=0.4)) as sink:
+    async with opened(configured(way.url, prefix, ack_timeout=0.4, atomic=atomic)) as sink:
         rounds = 0
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
             await way.resume()
@@ -141,9 +149,10 @@ async def test_network_cut_and_stalled(own_nats: NatsServer, prefix: str, proxy:
 
 
 @pytest.mark.guarantee("G4")
-async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, prefix: str) -> None:
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, prefix: str, atomic: bool) -> None:
     made = events((f"{prefix}.a",), 6000)
-    config = configured("", prefix, replicas=3, servers=tuple(nats_cluster.urls))
+    config = configured("", prefix, replicas=3, servers=tuple(nats_cluster.urls), atomic=atomic)
     async with opened(config) as sink:
         rounds = 0
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
@@ -156,6 +165,40 @@ async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, p
     healthy = lambda: all(node.monitor("/healthz").get("status") == "ok" for node in nats_cluster.nodes)  # noqa: E731
     assert await asyncio.to_thread(wait_until, healthy, 90.0, 0.1)
     await stored_once(nats_cluster.urls[0], (prefix,), made)
+
+
+@pytest.mark.guarantee("G4")
+async def test_atomic_batches(nats: Nats, client: Client, prefix: str) -> None:
+    """A batch to two streams, larger than the server takes at once, and one event that a stream does not take."""
+    js = client.jetstream()
+    names = a, b = f"{prefix}a", f"{prefix}b"
+    config = configured(nats.url, a, b, atomic=True)
+    async with opened(config) as sink:
+        made = events((f"{a}.x", f"{b}.y", f"{a}.z"), 4000)
+        assert not await sink.publish(batch_of(made))
+        one = make_event(5000, topic=f"{a}.x", key=b"alone")
+        assert not await sink.publish(batch_of([one]))
+    await stored_once(nats.url, names, [*made, one])
+    first, middle, last = [(await js.get_msg(a, seq)).headers or {} for seq in (1, 2, 1000)]
+    assert first["Nats-Batch-Id"] == middle["Nats-Batch-Id"] == last["Nats-Batch-Id"]
+    assert (first["Nats-Expected-Last-Sequence"], last["Nats-Batch-Commit"]) == ("0", "1")
+    assert "Nats-Expected-Last-Sequence" not in middle
+
+    changed = (await js.stream_info(b)).config
+    await js.update_stream(dataclasses.replace(changed, max_msg_size=2000))
+    async with opened(config, {a: 2668, b: 1333}) as sink:
+        huge = make_event(6001, topic=f"{b}.y", key=b"huge", body=b"x" * 3000)
+        more = [make_event(6000, topic=f"{b}.y", key=b"k"), huge, make_event(6002, topic=f"{b}.y", key=b"k")]
+        rejected = [item async for part in publish_as_pipeline(sink, [batch_of(more)]) for item in part]
+        assert [item.event.id for item in rejected] == [huge.id]
+    await stored_once(nats.url, names, [*made, one, more[0], more[2]])
+
+
+async def test_streams_without_atomic_batches(nats: Nats, client: Client, prefix: str) -> None:
+    await client.jetstream().add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.>"]))
+    with pytest.raises(SetupError, match="does not take atomic batches"):
+        async with opened(configured(nats.url, prefix, mode="fenced", atomic=True)):
+            pass
 
 
 @pytest.mark.guarantee("G4")
