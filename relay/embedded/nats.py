@@ -18,11 +18,16 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NatsServer(Server):
-    """One server; `config` is appended to its configuration file (accounts, TLS, `max_payload`, …)."""
+    """One server; `config` is appended to its configuration file (accounts, TLS, `max_payload`, …).
+
+    `storage` goes into its section `jetstream` (`sync_interval: always`).
+    """
 
     name = "nats"
 
-    def __init__(self, config: str = "", *, server_name: str = "relay", binary: Path | None = None) -> None:
+    def __init__(
+        self, config: str = "", *, server_name: str = "relay", binary: Path | None = None, storage: str = ""
+    ) -> None:
         self._binary = binary or _binary()
         super().__init__()
         self.port = free_port()
@@ -31,6 +36,7 @@ class NatsServer(Server):
         self.monitor_url = f"http://127.0.0.1:{self.monitor_port}"
         self.server_name = server_name
         self.config = config
+        self._storage = storage
 
     def monitor(self, path: str) -> dict[str, Any]:
         """A page of the monitoring port, such as `/jsz`; empty while the server does not answer with 200."""
@@ -46,7 +52,7 @@ class NatsServer(Server):
             f'server_name: "{self.server_name}"',
             f"listen: 127.0.0.1:{self.port}",
             f"http: 127.0.0.1:{self.monitor_port}",
-            f'jetstream {{ store_dir: "{self.folder / "store"}", max_mem: 1GB, max_file: 50GB }}',
+            f'jetstream {{ store_dir: "{self.folder / "store"}", max_mem: 1GB, max_file: 50GB\n{self._storage} }}',
             self.config,
         ]
         (self.folder / "nats.conf").write_text("\n".join(lines) + "\n")

@@ -4,6 +4,7 @@
     python -m tests.bench.measure recovery   a gap closed from the table, against the same rows streamed; memory
     python -m tests.bench.measure overhead   checkpoint, history and audit, on against off
     python -m tests.bench.measure polling    from commit to broker, while polling
+    python -m tests.bench.measure synced     a nats-server that syncs every write, with and without atomic batches
 
 Private servers, durable as in life; variants take turns, so that a slow minute hits all. `--help` has the sizes.
 """
@@ -83,6 +84,17 @@ async def drain(scene: Scene, rows: int) -> Run:
         await relay.says("stream.started")
         await relay.stopped(60)
     return Run(events / max(seconds, 1e-9), peak, 1e6 * spent / events)
+
+
+async def backlog(scene: Scene, rows: int) -> Run:
+    """Rows that were written while the relay was away, streamed."""
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        await relay.stopped()
+    await asyncio.to_thread(fill, scene, rows)
+    run = await drain(scene, rows)
+    scene.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
+    return run
 
 
 def cpu(process: psutil.Process) -> float:
@@ -176,12 +188,7 @@ async def overhead(asked: argparse.Namespace, postgres: PostgresServer, broker: 
     for _ in range(asked.repeat):
         for name, sections in variants.items():
             scene = await stage(postgres, broker, folder, **sections)
-            with RelayProcess(scene.path) as relay:
-                await relay.streaming()
-                await relay.stopped()
-            await asyncio.to_thread(fill, scene, asked.rows)
-            made[name].append(await drain(scene, asked.rows))
-            scene.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
+            made[name].append(await backlog(scene, asked.rows))
     plain = statistics.median(run.rate for run in made["off"])
     rows = [
         [
@@ -240,7 +247,23 @@ async def polling(asked: argparse.Namespace, postgres: PostgresServer, broker: N
     show(title, ("interval", "p50", "p95", "half the interval + 20"), rows)
 
 
-WHAT = {each.__name__: each for each in (notify, recovery, overhead, polling)}
+async def synced(asked: argparse.Namespace, postgres: PostgresServer, broker: NatsServer, folder: Path) -> None:
+    """A backlog into a server that syncs as it does by default (two minutes), and into one that always syncs."""
+    made: dict[str, list[Run]] = {"default": [], "always": [], "always, atomic batches": []}
+    with NatsServer(storage="sync_interval: always") as careful:
+        for _ in range(asked.repeat):
+            for name, runs in made.items():
+                scene = await stage(postgres, careful if name.startswith("always") else broker, folder)
+                scene.sections["sink"]["jetstream"]["atomic"] = name.endswith("atomic batches")
+                scene.configure()
+                runs.append(await backlog(scene, asked.rows))
+    rows = [
+        [name, spread([run.rate for run in runs]), spread([run.cpu for run in runs], 1)] for name, runs in made.items()
+    ]
+    show(f"{asked.rows:,} rows streamed", ("sync_interval", "events/s", "CPU of the relay, µs/event"), rows)
+
+
+WHAT = {each.__name__: each for each in (notify, recovery, overhead, polling, synced)}
 
 
 def main() -> None:
