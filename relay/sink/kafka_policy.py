@@ -167,6 +167,7 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
             _E._PURGE_QUEUE,  # noqa: SLF001  we let go of it ourselves: closed, or another event failed
             _E._PURGE_INFLIGHT,  # noqa: SLF001
             _E._DESTROY,  # noqa: SLF001
+            _E._NOENT,  # noqa: SLF001  "no leaders found", when the ends of partitions are asked for
             # A producer session that ended; a new one cures it.
             _E._FATAL,  # noqa: SLF001
             _E._GAPLESS_GUARANTEE,  # noqa: SLF001

@@ -97,6 +97,9 @@ async def _quiet(_error: Exception) -> None:
     """A server that is killed is what we are here for."""
 
 
+_WHILE = 20.0
+
+
 async def tail_kafka(bootstrap: str, arrivals: Arrivals) -> None:
     """Both topics, committed messages only, until cancelled."""
     loop, over = asyncio.get_running_loop(), threading.Event()
@@ -105,17 +108,29 @@ async def tail_kafka(bootstrap: str, arrivals: Arrivals) -> None:
         for event_id in ids:
             arrivals.arrived(event_id)
 
+    places = {(topic, partition): 0 for topic in TOPICS for partition in range(3)}
+
     def poll() -> None:
-        consumer = Consumer(consumer_options(bootstrap))
-        spots = [TopicPartition(topic, partition, 0) for topic in TOPICS for partition in range(3)]
-        consumer.assign(spots)
         while not over.is_set():
-            ids = [
-                found for message in consumer.consume(500, timeout=0.1) if (found := message_id(message)) is not None
-            ]
+            consumer = Consumer(consumer_options(bootstrap))
+            try:
+                consumer.assign([TopicPartition(*spot, place) for spot, place in places.items()])
+                follow(consumer)
+            finally:
+                consumer.close()
+
+    def follow(consumer: Consumer) -> None:
+        """For a while only: a partition that met an error while the broker was away can stay silent for ever."""
+        end = time.monotonic() + _WHILE
+        while not over.is_set() and time.monotonic() < end:
+            ids = []
+            for message in consumer.consume(500, timeout=0.1):
+                if message.error() is None:
+                    places[message.topic() or "", message.partition() or 0] = (message.offset() or 0) + 1
+                if (found := message_id(message)) is not None:
+                    ids.append(found)
             if ids:
                 loop.call_soon_threadsafe(deliver, ids)
-        consumer.close()
 
     task = asyncio.ensure_future(asyncio.to_thread(poll))
     try:
