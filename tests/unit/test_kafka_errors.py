@@ -92,6 +92,7 @@ def test_all_faults_at_once() -> None:
         (KafkaError.POLICY_VIOLATION, OperatorError),
         (KafkaError._ALL_BROKERS_DOWN, SinkUnavailable),
         (KafkaError._TRANSPORT, SinkUnavailable),
+        (KafkaError._NOENT, SinkUnavailable),
         (KafkaError.NOT_ENOUGH_REPLICAS, SinkUnavailable),
         (KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, SinkUnavailable),
         (KafkaError._GAPLESS_GUARANTEE, SinkUnavailable),
