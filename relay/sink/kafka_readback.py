@@ -56,9 +56,12 @@ def read(
     options: Mapping[str, Any],
     spans: Mapping[str, tuple[int, int]],
     visit: Callable[[Any, str], None],
-    ending: Callable[[], bool],
+    waiting: Callable[[Mapping[str, int]], None],
 ) -> None:
-    """Visit the committed records of each destination from the span's beginning up to its end."""
+    """Visit the committed records of each destination from the span's beginning up to its end.
+
+    `waiting` is told again and again, while nothing comes, which ends are not reached; it may raise.
+    """
     left = {name: end for name, (begin, end) in spans.items() if begin < end}
     if not left:
         return
@@ -67,8 +70,7 @@ def read(
         consumer.assign([TopicPartition(*parsed(name), spans[name][0]) for name in left])
         moved = time.monotonic()
         while left:
-            if ending():
-                raise SinkUnavailable("Kafka sink was closed")
+            waiting(left)
             if time.monotonic() - moved > _PATIENCE:
                 raise SinkUnavailable(
                     f"Kafka: {next(iter(left))} cannot be read up to its end",
@@ -95,7 +97,10 @@ def read(
 
 
 def read_ids(
-    options: Mapping[str, Any], spans: Mapping[str, tuple[int, int]], origin: str, ending: Callable[[], bool]
+    options: Mapping[str, Any],
+    spans: Mapping[str, tuple[int, int]],
+    origin: str,
+    waiting: Callable[[Mapping[str, int]], None],
 ) -> Held:
     """Ids of the events that are ours; a replay's copies are not what the relay published."""
     held: Held = {}
@@ -107,12 +112,12 @@ def read_ids(
         if (headers.get("relay-position") or b"").startswith(ours) and "id" in headers and not replayed:
             held[headers["id"]] = name, message.offset()
 
-    read(options, spans, visit, ending)
+    read(options, spans, visit, waiting)
     return held
 
 
 def read_position(
-    options: Mapping[str, Any], topic: str, end: int, origin: str, ending: Callable[[], bool]
+    options: Mapping[str, Any], topic: str, end: int, origin: str, waiting: Callable[[Mapping[str, int]], None]
 ) -> dict[str, Any]:
     """The newest committed record of our key in the position topic; empty if there is none."""
     found: list[bytes] = []
@@ -125,7 +130,7 @@ def read_position(
     begin, upto = end, end
     while begin > 0 and not found:  # from the end: other relays' records may be many
         begin = max(0, upto - max(_TAIL, 4 * (end - upto)))
-        read(options, {name: (begin, upto)}, visit, ending)
+        read(options, {name: (begin, upto)}, visit, waiting)
         upto = begin
     try:
         record = orjson.loads(found[-1]) if found else {}

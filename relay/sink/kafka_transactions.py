@@ -28,7 +28,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from relay import config
 from relay.errors import ConfigError, EventRejected, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Event, Rejected
-from relay.sink import kafka_topics
+from relay.sink import kafka_hanging, kafka_topics
 from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, topic_missing, translate, translate_transaction
 from relay.sink.kafka_readback import Held, consumer_options, read_ids, read_position
 from relay.sink.kafka_session import Lane, Logs
@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 _SLICE = 0.25  # how soon the thread notices that it shall end, while it waits for the broker
 _GRACE = 1.0  # how long closing waits for an open transaction to be aborted
 _IDLE = 0.5
+_STUCK = 1.0  # how long committed readers may be held back by others before we look whether it is by ourselves
 _TRIES = 3
 _POSITIONS = {"cleanup.policy": "compact", "segment.bytes": "16777216", "min.cleanable.dirty.ratio": "0.1"}
 
@@ -246,7 +247,7 @@ class Transactions:
         reader = {**consumer_options(self._user, self._origin), "logger": self._logs}
         topic = section.position_topic
         end = kafka_topics.ends(options, [(topic, 0)], section.connect_timeout)[destination(topic, 0)]
-        record = read_position(reader, topic, end, self._origin, lambda: self.ending)
+        record = read_position(reader, topic, end, self._origin, self._patiently(reader))
         begins = {name: offset for name, offset in record.get("begins", {}).items() if name not in self.marks}
         wanted = {*section.topics, *(parsed(name)[0] for name in (*self.marks, *begins))}
         gone = sorted(wanted - self._topics.keys())
@@ -264,10 +265,50 @@ class Transactions:
                     "again by itself. Remove its entries from the column sink of outbox_relay_checkpoint to go on",
                 )
             spans[name] = mark, upto
-        held = read_ids(reader, spans, self._origin, lambda: self.ending)
+        held = read_ids(reader, spans, self._origin, self._patiently(reader))
         if held:
             log.info("topics.read_back", events=len(held))
         self._held = held
+
+    def _patiently(self, reader: Mapping[str, Any]) -> Callable[[Mapping[str, int]], None]:
+        """What to do while read-back waits for the ends of partitions: if that takes long, end what hangs there."""
+        begun = time.monotonic()
+        done = False
+
+        def waiting(ends: Mapping[str, int]) -> None:
+            nonlocal done
+            if self.ending:
+                raise SinkUnavailable("Kafka sink was closed")
+            if not done and time.monotonic() - begun > _STUCK:
+                done = True
+                self._end_hanging(reader, ends)
+
+        return waiting
+
+    def _end_hanging(self, reader: Mapping[str, Any], ends: Mapping[str, int]) -> None:
+        section, origin = self._section, self._origin.encode()
+
+        def ours(message: Any) -> bool:
+            if message.topic() == section.position_topic:
+                return bool(message.key() == origin)
+            return (dict(message.headers() or []).get("relay-position") or b"").startswith(origin + b":")
+
+        def ask(call: Callable[[float], object]) -> None:
+            self._ask(call, section.connect_timeout * 3)
+
+        found = kafka_hanging.find(reader, ends, ours, section.connect_timeout)
+        for commit in (False, True):
+            chosen = [item for item in found if self._acknowledged(item) is commit]
+            if chosen:
+                log.warning("transaction.hangs", partitions=[item.name for item in chosen], acknowledged=commit)
+                try:
+                    kafka_hanging.end(self._producer, chosen, ask, commit=commit, timeout=section.connect_timeout)
+                except KafkaException as exc:
+                    raise translate_transaction(exc.args[0], "Kafka transaction") from None
+
+    def _acknowledged(self, item: kafka_hanging.Hanging) -> bool:
+        """Whether the checkpoint covers it; a position is kept in any case, the beginnings of new topics are in it."""
+        return parsed(item.name)[0] == self._section.position_topic or item.begin < self.marks.get(item.name, 0)
 
     def _refresh(self) -> None:
         try:

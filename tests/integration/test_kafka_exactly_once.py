@@ -23,6 +23,7 @@ from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink
 from relay.sink.kafka_topics import setting
 from tests.fix_kafka import Kafka
 from tests.fix_postgres import Database
+from tests.kafka_raw import hang
 from tests.relays import Ledger, RelayProcess, create_topic, prepare, settings
 from tests.relays import kafka as kafka_section
 from tests.sinks import (
@@ -244,6 +245,36 @@ async def test_the_position_topic_is_made_compacted_and_another_one_is_refused(
 
 
 # --- the whole relay
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_a_transaction_that_the_broker_forgot_to_end(acknowledged: bool) -> None:
+    """Nobody could read past it, and neither could the relay. What the checkpoint covers is committed, else aborted."""
+    section = {"mode": "exactly-once", "topics": ("t",), "partitions": 1, "create_topics": True}
+    with KafkaServer({"transaction.partition.verification.enable": "false"}) as server:
+        kafka = config.Kafka(**section, transactional_id="x", options={"bootstrap.servers": server.bootstrap})
+
+        async def opened(marks: dict[str, int]) -> ExactlyOnceKafkaSink:
+            sink = ExactlyOnceKafkaSink(kafka)
+            sink.resume(marks, ORIGIN)
+            await sink.open()
+            return sink
+
+        sink = await opened({})
+        batch = batch_of([event(seq, "t") for seq in range(3)])
+        await sink.publish(batch)
+        await sink.close()
+        await asyncio.to_thread(hang, server.bootstrap, "x", 0, [event(seq, "t") for seq in (3, 4)])
+        marks = {"t/0": batch.marks["t/0"] + (2 if acknowledged else 0)}
+        sink = await opened(marks)
+        assert await sink.publish(batch_of([event(seq, "t") for seq in ((5,) if acknowledged else (3, 4, 5))])) == []
+        await sink.close()
+        stored = await asyncio.to_thread(read_kafka, server.bootstrap, "t")
+        ids = [item.id for item in stored]
+        assert list(dict.fromkeys(ids)) == [event(seq, "t").id for seq in range(6)]
+        # Kafka ends a transaction in a partition only behind a record: the newest one of it, once more.
+        assert len(ids) == (7 if acknowledged else 6)
 
 
 def exactly_once(bootstrap: str) -> dict[str, Any]:
