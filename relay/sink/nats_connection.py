@@ -50,6 +50,9 @@ logging.getLogger("nats.aio.client").addFilter(
 # `joins`, many in one piece.
 Frame = tuple[bytes, ...]
 
+# RuntimeError: uvloop's answer where asyncio's own transport, closed a moment ago, drops what is written to it.
+_GONE = (nats.errors.Error, OSError, RuntimeError)
+
 _DENIED = "permissions violation for "
 _AUTH_WORDS = ("authorization violation", "authentication", "expired", "revoked", "nkey", "jwt")
 
@@ -182,9 +185,11 @@ class NatsConnection:
     def send(self, frames: list[Frame]) -> None:
         """Write whole frames, in order. Never waits: what the socket does not take yet is bounded by the window."""
         if self._wire is not None:
-            self._wire.write(
-                frames[0][0] if len(frames) == len(frames[0]) == 1 else b"".join(chain.from_iterable(frames))
-            )
+            data = frames[0][0] if len(frames) == len(frames[0]) == 1 else b"".join(chain.from_iterable(frames))
+            try:
+                self._wire.write(data)
+            except _GONE as exc:
+                self._lost(f"cannot write: {exc}")
             return
         self._outbox.extend(frames)
         if self._publisher is None:
@@ -199,7 +204,7 @@ class NatsConnection:
                 names = [header.split(": ", 1) for header in rest[: int(size)].decode().split("\r\n")[1:-2]]
                 headers = dict(names)
                 await self._client.publish(subject, rest[int(size) : -2], reply[0] if reply else "", headers)
-        except (nats.errors.Error, OSError, ValueError) as exc:
+        except (*_GONE, ValueError) as exc:
             self._lost(f"cannot publish: {exc}")
         finally:
             self._publisher = None
@@ -224,7 +229,7 @@ class NatsConnection:
             raise SinkUnavailable(
                 f"JetStream did not answer {subject} within {self._config.connect_timeout:g} s"
             ) from None
-        except (nats.errors.Error, OSError) as exc:
+        except _GONE as exc:
             raise SinkUnavailable(f"the connection to NATS was lost: {exc}") from None
         if error := answer.get("error"):
             raise ApiError(error.get("code", 0), error.get("err_code", 0), error.get("description", "unknown error"))
@@ -259,7 +264,7 @@ class NatsConnection:
         self._on_stored = take
         try:
             subscription = await self._client.subscribe(subject, cb=self._on_message)
-        except (nats.errors.Error, OSError) as exc:
+        except _GONE as exc:
             raise SinkUnavailable(f"the connection to NATS was lost: {exc}") from None
         answer = await self.request(f"{prefix}.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": settings})
         while not done.is_set():
@@ -269,7 +274,7 @@ class NatsConnection:
                     await done.wait()
             if len(found) == before:
                 break
-        with contextlib.suppress(RelayError, ApiError, nats.errors.Error, OSError):
+        with contextlib.suppress(RelayError, ApiError, *_GONE):
             await subscription.unsubscribe()
             await self.request(f"{prefix}.CONSUMER.DELETE.{stream}.{answer['name']}")
         return {seq: headers for seq, headers in found.items() if seq <= last}
@@ -286,7 +291,7 @@ class NatsConnection:
         if not _Wire(self._client).exists():
             return
         self.abort()
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+        with contextlib.suppress(*_GONE, TimeoutError):
             async with asyncio.timeout(1):  # nothing to wait for: the socket is gone already
                 await self._client.close()
 
@@ -505,7 +510,7 @@ def _translated(error: Exception, url: str, *, signed: bool = False) -> RelayErr
         )
     if isinstance(error, TimeoutError):
         return SinkUnavailable(f"{url} did not answer in time")
-    if isinstance(error, (nats.errors.Error, OSError)):
+    if isinstance(error, _GONE):
         return SinkUnavailable(f"cannot connect to {url}: {text}")
     if signed:  # nkeys raises its own exceptions for a seed it cannot read, and they share no base class
         return AuthError(f"cannot use the credentials for {url}: {type(error).__name__} {text}")

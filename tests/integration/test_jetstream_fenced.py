@@ -18,7 +18,7 @@ from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
 from relay.config import JetStream, Stream
 from relay.embedded import NatsCluster, NatsServer
 from relay.embedded.process import wait_until
-from relay.errors import SetupError, TransientError
+from relay.errors import SetupError, SinkUnavailable, TransientError
 from relay.sink import UNCOUNTABLE
 from relay.sink.jetstream import JetStreamSink
 from relay.sink.nats_fence import FencedWindow
@@ -192,6 +192,20 @@ async def test_atomic_batches(nats: Nats, client: Client, prefix: str) -> None:
         rejected = [item async for part in publish_as_pipeline(sink, [batch_of(more)]) for item in part]
         assert [item.event.id for item in rejected] == [huge.id]
     await stored_once(nats.url, names, [*made, one, more[0], more[2]])
+
+
+async def test_a_transport_that_is_closed_already(nats: Nats, prefix: str) -> None:
+    """uvloop raises, where asyncio's own transport drops what is written to it after its end."""
+
+    def write(_data: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    async with opened(configured(nats.url, prefix)) as sink:
+        sink._connection._wire.write = write  # type: ignore[union-attr]
+        with pytest.raises(SinkUnavailable, match="handler is closed"):
+            await sink.publish(batch_of(events((f"{prefix}.a",), 10)))
+        await sink.open()
+        assert not await sink.publish(batch_of(events((f"{prefix}.a",), 10)))
 
 
 async def test_streams_without_atomic_batches(nats: Nats, client: Client, prefix: str) -> None:
