@@ -71,13 +71,6 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
     return True
 
 
-def _is_stopped(stat: Path) -> bool:
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended
-        return True
-
-
 class Server:
     """Start, stop, kill, freeze. The folder (data, config, log) lives until `close()`; `with` starts and closes."""
 
@@ -158,8 +151,6 @@ class Server:
     def freeze(self) -> None:
         """SIGSTOP: connections stay open, nothing answers."""
         self._signal_tree(signal.SIGSTOP)
-        # A thread that was on another core runs on until it is interrupted there.
-        wait_until(lambda: all(_is_stopped(task) for task in Path(f"/proc/{self.pid}/task").glob("*/stat")), 5.0)
 
     def thaw(self) -> None:
         self._signal_tree(signal.SIGCONT)
