@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from relay.errors import SinkUnavailable
 from relay.sink.kafka_policy import translate
@@ -35,14 +34,17 @@ class Hanging(NamedTuple):
 
 
 def find(
-    options: Mapping[str, Any], ends: Mapping[str, int], ours: Callable[[Any], bool], timeout: float
+    options: Mapping[str, Any],
+    begins: Mapping[str, int],
+    ends: Mapping[str, int],
+    ours: Callable[[Any], bool],
+    timeout: float,
 ) -> list[Hanging]:
-    """Of the partitions those whose first open record is ours. `options`: of a consumer."""
+    """Of the partitions, open from `begins` on, those whose first open record is ours. `options`: of a consumer."""
+    if not begins:
+        return []
     consumer = Consumer({**options, "isolation.level": "read_uncommitted"})
     try:
-        begins = {name: begin for name, begin in _stable(options, ends, timeout).items() if begin < ends[name]}
-        if not begins:
-            return []
         consumer.assign([TopicPartition(*parsed(name), begin) for name, begin in begins.items()])
         first: dict[str, bool] = {}
         newest: dict[str, Any] = {}
@@ -61,19 +63,6 @@ def find(
         raise translate(exc.args[0], "Kafka cannot be read back") from None
     finally:
         consumer.close()
-
-
-def _stable(options: Mapping[str, Any], names: Mapping[str, int], timeout: float) -> dict[str, int]:
-    """Up to where `read_committed` readers get."""
-    kept = ("group.id", "enable.auto.commit", "isolation.level", "enable.partition.eof", "auto.offset.reset", "fetch.")
-    admin = AdminClient({name: value for name, value in options.items() if not name.startswith(kept)})
-    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    futures = admin.list_offsets(
-        {TopicPartition(*parsed(name)): latest for name in names},
-        isolation_level=IsolationLevel.READ_COMMITTED,
-        request_timeout=timeout,
-    )
-    return {destination(spot.topic, spot.partition): future.result().offset for spot, future in futures.items()}
 
 
 def end(

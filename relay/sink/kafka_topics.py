@@ -67,8 +67,11 @@ def setting(options: Mapping[str, Any], topic: str, name: str, timeout: float) -
         return None
 
 
-def ends(options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], timeout: float) -> dict[str, int]:
-    """Where each partition ends now, open transactions included."""
+def ends(
+    options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], timeout: float, *, stable: bool = False
+) -> dict[str, int]:
+    """Where each partition ends now, open transactions included; `stable`: where `read_committed` readers end."""
+    isolation = IsolationLevel.READ_COMMITTED if stable else IsolationLevel.READ_UNCOMMITTED
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
     asked = {TopicPartition(topic, partition): latest for topic, partition in partitions}
     if not asked:
@@ -77,7 +80,7 @@ def ends(options: Mapping[str, Any], partitions: Iterable[tuple[str, int]], time
     deadline = time.monotonic() + timeout
     found: dict[str, int] = {}
     while asked:
-        futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=timeout)
+        futures = admin.list_offsets(asked, isolation_level=isolation, request_timeout=timeout)
         for spot, future in futures.items():
             try:
                 found[destination(spot.topic, spot.partition)] = future.result().offset

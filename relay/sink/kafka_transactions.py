@@ -296,7 +296,10 @@ class Transactions:
         def ask(call: Callable[[float], object]) -> None:
             self._ask(call, section.connect_timeout * 3)
 
-        found = kafka_hanging.find(reader, ends, ours, section.connect_timeout)
+        options, spots = {**self._user, "logger": self._logs}, [parsed(name) for name in ends]
+        stable = kafka_topics.ends(options, spots, section.connect_timeout, stable=True)
+        begins = {name: begin for name, begin in stable.items() if begin < ends[name]}
+        found = kafka_hanging.find(reader, begins, ends, ours, section.connect_timeout)
         for commit in (False, True):
             chosen = [item for item in found if self._acknowledged(item) is commit]
             if chosen:
