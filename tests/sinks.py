@@ -20,6 +20,7 @@ from relay.lsn import LSN
 from relay.sink import Sink
 
 _NAMES = ("id", "type", "aggregate-id", "seq")
+_PATIENCE = 60.0
 ORIGIN = "conformance:1"
 """The beginning of every `relay-position`."""
 
@@ -111,10 +112,13 @@ async def publish_as_pipeline(
 
 
 async def _reopen(sink: Sink) -> None:
+    deadline = time.monotonic() + _PATIENCE
     while True:
         try:
             return await sink.open()
         except TransientError:
+            if time.monotonic() > deadline:  # also ends a loop whose cancellation a client library has swallowed
+                raise
             await asyncio.sleep(0.05)  # the pipeline's backoff, shortened
 
 

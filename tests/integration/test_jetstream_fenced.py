@@ -137,14 +137,14 @@ async def test_network_cut_and_stalled(
     way: Proxy = await proxy(own_nats.url)
     made = events((f"{prefix}.a",), 6000)
     async with opened(configured(way.url, prefix, ack_timeout=0.4, atomic=atomic)) as sink:
-        rounds = 0
+        rounds, call_later = 0, asyncio.get_running_loop().call_later
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
-            await way.resume()
             rounds += 1
             if rounds % 6 == 2:
-                asyncio.get_running_loop().call_later(0.002, lambda: asyncio.ensure_future(way.cut()))
+                call_later(0.002, lambda: asyncio.ensure_future(way.cut()))
             elif rounds % 6 == 5:
                 way.stall("down" if rounds % 4 else "both")
+                call_later(0.6, lambda: asyncio.ensure_future(way.resume()))  # longer than `ack_timeout`
     await stored_once(own_nats.url, (prefix,), made)
 
 
