@@ -170,24 +170,26 @@ class ScriptedWalSender(WalSender):
     def __init__(self, chunks: Iterable[Sequence[bytes]], *, silent: bool = False) -> None:
         self._chunks = deque(chunks)
         self._inbox: deque[bytes] = deque()
-        self._silent = silent
-        self._arrived = False
+        self._mute = silent
+        self._more = False
+        self.exhausted = False
         self.statuses: list[Status] = []
 
     def take(self, max_messages: int, max_bytes: int) -> tuple[list[bytes], int]:
-        if self._arrived:
-            self._arrived = False
+        if self._more:
+            self._more = False
             self._inbox.extend(self._chunks.popleft())
         messages: list[bytes] = []
         while self._inbox and len(messages) < max_messages and sum(map(len, messages)) < max_bytes:
             messages.append(self._inbox.popleft())
+        self.exhausted = not self._inbox
         return messages, sum(map(len, messages))
 
     async def readable(self, timeout: float) -> bool:
-        if not self._chunks and not self._silent:
+        if not self._chunks and not self._mute:
             raise SourceUnavailable("the script is over")
-        self._arrived = bool(self._chunks)
-        return self._arrived
+        self._more = bool(self._chunks)
+        return self._more
 
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
         self.statuses.append(Status(received, confirmed, reply))

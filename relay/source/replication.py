@@ -22,6 +22,7 @@ from relay.source.session import PINNED, hanging_up, publication_missing, transl
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
 _PG_EPOCH = 946_684_800
+_SIP = 4096
 
 
 class WalSender:
@@ -31,7 +32,12 @@ class WalSender:
         self._connection = connection
         self._pgconn: pq.abc.PGconn = connection.pgconn
         self._fault: RelayError | None = None
+        self.exhausted = False  # the last `take` ended because nothing more was there
+        self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[bool] | None = None
+        self._watched = False  # the loop looks at our socket
+        self._deadline = 0.0  # of who waits
+        self._timer: asyncio.TimerHandle | None = None
         connection.add_notice_handler(self._noticed)
 
     @classmethod
@@ -92,21 +98,27 @@ class WalSender:
         get, consume = self._pgconn.get_copy_data, self._pgconn.consume_input
         messages: list[bytes] = []
         add = messages.append
-        total, pumped = 0, False
+        total, pumped, sip = 0, 0, 0
+        self.exhausted = False
         try:
+            # TLS decrypts whole records: what libpq's buffer could not hold is found by another read, not by the loop.
+            enough, little = (2, 0) if self._pgconn.ssl_in_use else (1, _SIP)
             while len(messages) < max_messages and total < max_bytes:
                 size, data = get(1)
                 if size > 0:
                     add(bytes(data))  # it is bytes already where psycopg is compiled
                     total += size
-                    pumped = False
+                    sip += size
+                    pumped = 0
                 elif size < 0:
                     raise self._fault or self._end()
-                elif pumped:
+                elif pumped == enough or 0 < sip < little:  # after so little, another read would find nothing
+                    self.exhausted = True
                     break
                 else:
                     consume()
-                    pumped = True
+                    pumped += 1
+                    sip = 0
         except psycopg.Error as exc:
             raise translate(exc) from exc
         if self._fault is not None:
@@ -121,16 +133,32 @@ class WalSender:
 
     async def readable(self, timeout: float) -> bool:
         """Wait until the socket has something; False after `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
-        timer = loop.call_later(timeout, _settle, future, False)
-        loop.add_reader(self._pgconn.socket, _settle, future, True)
-        self._waiting = future
+        # Reader and timer outlive the wait: with an event at a time, making them anew would be a tenth of the work.
+        loop = self._loop
+        self._waiting = loop.create_future()
+        self._deadline = loop.time() + timeout
+        if not self._watched:
+            loop.add_reader(self._pgconn.socket, self._arrived)
+            self._watched = True
+        if self._timer is None:
+            self._timer = loop.call_at(self._deadline, self._silent)
         try:
-            return await future
+            return await self._waiting
         finally:
+            self._waiting = None
+
+    def _arrived(self) -> None:
+        if self._waiting is None:  # back-pressure: do not let it wake the loop for ever
             self._watch_no_more()
-            timer.cancel()
+        else:
+            self._settle(True)
+
+    def _silent(self) -> None:
+        self._timer = None
+        if self._waiting is not None and self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._silent)
+        else:
+            self._settle(False)
 
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
         """Tell Postgres how far we are; `confirmed` is what it may forget. With `reply` it answers at once."""
@@ -145,21 +173,23 @@ class WalSender:
     def close(self) -> None:
         """Drop the connection at once. Postgres frees the slot; what was not confirmed comes again."""
         self._watch_no_more()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._settle(True)  # whoever waits finds it closed
         self._pgconn.finish()
 
     def _watch_no_more(self) -> None:
-        """Before the socket is closed: a moment later its number may be that of another connection."""
-        if self._waiting is not None:
-            self._waiting.get_loop().remove_reader(self._pgconn.socket)
-            _settle(self._waiting, True)  # whoever waits finds it closed
-            self._waiting = None
+        """Also before the socket is closed: a moment later its number may be that of another connection."""
+        if self._watched:
+            self._watched = False
+            self._loop.remove_reader(self._pgconn.socket)
+
+    def _settle(self, value: bool) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(value)
 
     def _noticed(self, notice: Diagnostic) -> None:
         # Since PostgreSQL 18 a missing publication is only a warning: rows would be skipped silently, for ever.
         if "skipped loading publication" in (notice.message_primary or ""):
             self._fault = publication_missing(notice.message_primary or "")
-
-
-def _settle(future: asyncio.Future[bool], value: bool) -> None:
-    if not future.done():
-        future.set_result(value)

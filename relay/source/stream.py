@@ -39,12 +39,14 @@ class StreamSource:
         """Batches in commit order, until the session fails."""
         wal, decoder, progress = self._wal, self._decoder, self._progress
         while True:
+            if not wal.exhausted:
+                await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
+            elif not await wal.readable(self._silence):
+                raise SourceUnavailable(
+                    f"Postgres was silent for {self._silence:.0f} s: the network is cut, or it hangs"
+                )
             messages, size = wal.take(self._max_messages, _MAX_BYTES)
             if not messages:
-                if not await wal.readable(self._silence):
-                    raise SourceUnavailable(
-                        f"Postgres was silent for {self._silence:.0f} s: the network is cut, or it hangs"
-                    )
                 continue
             rejected: list[Rejected] = []
             events = decoder.decode(messages, rejected)
@@ -59,7 +61,6 @@ class StreamSource:
                 decoder.reply_due = False
                 wal.send_status(decoder.end, self._confirmed, reply=False)
             yield Batch(events, decoder.end, size, now, rejected, transactions)
-            await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
 
     async def confirm(self, lsn: LSN) -> None:
         if lsn > self._confirmed:
