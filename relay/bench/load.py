@@ -45,8 +45,9 @@ END $$;
 """
 
 
-def pgbench_script(keys: int) -> str:
-    """One row, one transaction."""
+def pgbench_script(keys: int, per_transaction: int) -> str:
+    """One transaction."""
     return f"""INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload)
-SELECT 'order', 'key-' || (n % {keys}), 'created', bench_payload(n) FROM nextval('bench_item') AS n;
+SELECT 'order', 'key-' || (n % {keys}), 'created', bench_payload(n)
+FROM (SELECT nextval('bench_item') AS n FROM generate_series(1, {per_transaction})) AS rows;
 """

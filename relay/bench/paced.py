@@ -17,7 +17,7 @@ from relay.bench.result import Cpu, Measurement, State, Writers, footprint, late
 from relay.bench.task import Entry, Task, listener, settled, taken, used
 
 _CLIENTS = 4
-_ROWS_PER_CLIENT = 500  # a second, at most: each waits for its commit's fsync
+_COMMITS_PER_CLIENT = 500  # a second, at most: each waits for its commit's fsync
 _WARM_UP = 10_000  # rows that a tool moves before the steady rate begins
 _TPS = re.compile(r"^tps = ([\d.]+)", re.MULTILINE)
 
@@ -57,11 +57,11 @@ async def steady(task: Task, base: Round, entries: Sequence[Entry]) -> list[Meas
     with tool.process() as child, listener(_outlet(entry, base), notes) as subscriber:
         await tool.ready(child)
         # A JVM that has only just started falls behind, and the window would show how it catches up.
-        await base.insert(_WARM_UP, scenario.per_transaction, task.plan.keys)
+        await base.insert(_WARM_UP, 100, task.plan.keys)
         await settled(entry.place, child, _WARM_UP)
         task.say(f"{scenario.rate:,} rows per second for {scenario.warmup + scenario.seconds:g} s")
         seconds = scenario.warmup + scenario.seconds + 1  # beyond the window's end
-        with Child("pgbench", _pgbench(base, script, seconds, scenario.rate)) as writer:
+        with Child("pgbench", _pgbench(base, script, seconds, scenario.rate / scenario.per_transaction)) as writer:
             await asyncio.sleep(scenario.warmup)
             window = _Window(entry, child)
             await window.begin()
@@ -168,12 +168,12 @@ def _outlet(entry: Entry, base: Round) -> Round:
 
 def _files(task: Task, base: Round) -> tuple[Path, Path]:
     script = task.folder / f"{base.name}.sql"
-    script.write_text(pgbench_script(task.plan.keys))
+    script.write_text(pgbench_script(task.plan.keys, max(1, task.scenario.per_transaction)))
     return task.folder / f"{base.name}.json", script
 
 
-def _pgbench(base: Round, script: Path, seconds: float, rate: int = 0) -> Sequence[str]:
-    clients = str(max(_CLIENTS, rate // _ROWS_PER_CLIENT))
+def _pgbench(base: Round, script: Path, seconds: float, rate: float = 0.0) -> Sequence[str]:
+    clients = str(max(_CLIENTS, int(rate) // _COMMITS_PER_CLIENT))
     command = [postgres_tool("pgbench", base.arena.bindir), "-n", "-M", "prepared", "-f", str(script), "-c", clients]
-    command += ["-R", str(rate)] if rate else []
+    command += ["-R", f"{rate:g}"] if rate else []
     return [*command, "-T", str(math.ceil(seconds)), "-d", base.dsn]

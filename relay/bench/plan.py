@@ -23,7 +23,7 @@ class Scenario:
     kind: Literal["drain", "kill", "steady", "burst", "idle", "writers"]
     rows: int = 0  # drain, kill: how many wait; burst: how many come at once
     per_transaction: int = 100  # rows that share a transaction; 0 is one transaction for all
-    rate: int = 0  # steady: rows per second, each in a transaction of its own
+    rate: int = 0  # steady: rows per second
     seconds: float = 0.0  # steady, burst, idle, writers: length of the measured window
     warmup: float = 0.0  # before the window
     every: float = 0.0  # burst: seconds from one burst to the next
@@ -42,6 +42,7 @@ SCENARIOS = {
             "steady",
             "one row per transaction at a fixed rate",
             "steady",
+            per_transaction=1,
             rate=1000,
             seconds=30.0,
             warmup=5.0,
@@ -94,6 +95,7 @@ SCENARIOS = {
             "writers",
             "writers at full speed, without the tool, with it, without it",
             "writers",
+            per_transaction=1,
             seconds=10.0,
             quick={"seconds": 4.0},
         ),
@@ -155,6 +157,7 @@ def make_plan(
     keys: int | None = None,
     rows: int | None = None,
     rate: int | None = None,
+    per_transaction: int | None = None,
     seconds: float | None = None,
     postgres: str | None = None,
     dsn: str | None = None,
@@ -176,12 +179,13 @@ def make_plan(
             faults += exc.faults
     _named("--peer", peers, {name: name for name in known_peers}.get, known_peers, faults)
     given = {"rows": rows, "rate": rate, "seconds": seconds, "repeat": repeat, "keys": keys}
+    given["per-transaction"] = per_transaction
     faults += [f"--{name} must be more than 0" for name, value in given.items() if value is not None and value <= 0]
     if quick and full:
         faults.append("--quick and --full exclude each other")
     wal2json = any(mode.plugin == "wal2json" for mode in read)
     plan = Plan(
-        tuple(_sized(each, quick=quick, rows=rows, rate=rate, seconds=seconds) for each in chosen),
+        tuple(_sized(each, quick, rows, rate, per_transaction, seconds) for each in chosen),
         tuple(outlets),
         tuple(read),
         repeat,
@@ -218,7 +222,14 @@ def _named(option: str, names: Sequence[str], get: Callable[[str], T | None], kn
     return found
 
 
-def _sized(scenario: Scenario, *, quick: bool, rows: int | None, rate: int | None, seconds: float | None) -> Scenario:
+def _sized(
+    scenario: Scenario,
+    quick: bool,
+    rows: int | None,
+    rate: int | None,
+    per_transaction: int | None,
+    seconds: float | None,
+) -> Scenario:
     """A size that was asked for wins over `--quick`; one that a scenario does not have changes nothing in it."""
     if quick:
         scenario = replace(scenario, **scenario.quick)
@@ -226,5 +237,6 @@ def _sized(scenario: Scenario, *, quick: bool, rows: int | None, rate: int | Non
         scenario,
         rows=rows if rows is not None and scenario.rows else scenario.rows,
         rate=rate if rate is not None and scenario.rate else scenario.rate,
+        per_transaction=scenario.per_transaction if per_transaction is None else per_transaction,
         seconds=seconds if seconds is not None and scenario.seconds else scenario.seconds,
     )

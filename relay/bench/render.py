@@ -42,7 +42,10 @@ def size(scenario: Scenario) -> str:
         return f"{scenario.rows:,} rows, {each:,} in a transaction"
     if scenario.kind == "burst":
         return f"{scenario.rows:,} rows at once, every {scenario.every:g} s"
-    return f"{scenario.rate:,} rows/s for {scenario.seconds:g} s" if scenario.rate else f"{scenario.seconds:g} s"
+    if scenario.rate:
+        together = f", {scenario.per_transaction:,} in a transaction" if scenario.per_transaction > 1 else ""
+        return f"{scenario.rate:,} rows/s for {scenario.seconds:g} s{together}"
+    return f"{scenario.seconds:g} s"
 
 
 def _tables(scenario: Scenario, summaries: Sequence[Summary]) -> list[Table]:
