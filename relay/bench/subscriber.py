@@ -195,9 +195,8 @@ def kafka(address: str, name: str, notes: Notes) -> None:
     from relay.bench.broker import topic  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, notes.stop)
-    consumer = Consumer(
-        {"bootstrap.servers": address, "group.id": name, "enable.auto.commit": False, "enable.partition.eof": True}
-    )
+    options = {"bootstrap.servers": address, "group.id": name, "enable.auto.commit": False}
+    consumer = Consumer({**options, "enable.partition.eof": not notes.live})  # live, every event would come with one
     partitions = consumer.list_topics(topic(name), timeout=10.0).topics[topic(name)].partitions
     consumer.assign([TopicPartition(topic(name), number, OFFSET_BEGINNING) for number in partitions])
     first = consumer.poll(1.0)  # connects
