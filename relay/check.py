@@ -22,7 +22,7 @@ from relay.check_tables import absent, outbox_findings, recoverable, relay_table
 from relay.config import Config
 from relay.errors import ContractError, RelayError
 from relay.finding import Finding, exit_code, render, size
-from relay.setup import written
+from relay.setup_found import written
 from relay.sink import open_sink
 from relay.source.session import Session, connect
 from relay.source.slot import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relay.config import Outbox
 from relay.finding import Finding, identifier, qualified
-from relay.setup import RELAY_TABLES
+from relay.setup_found import RELAY_TABLES
 from relay.source.session import Session
 from relay.source.slot import Column, TableInfo, fetch, split, table_info
 

@@ -1,8 +1,8 @@
 """`relay import-debezium`: a Debezium outbox configuration → the equivalent relay.toml. Pure.
 
 Reads a Debezium Server `application.properties` or a Kafka Connect connector (JSON or properties) with the outbox event
-router. Every option that it finds is accounted for: translated, named as not needed, or listed as not translated. It
-never prints a secret.
+router (debezium_options.py). Every option that it finds is accounted for (debezium_notes.py): translated, named as not
+needed, or listed as not translated. It never prints a secret.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-import orjson
-
 from relay.config import OWN_HEADERS
-from relay.errors import ConfigError
+from relay.debezium_notes import Notes, account, noted, reason_for, told
+from relay.debezium_options import Found, read, sort
 
-ROUTER = "io.debezium.transforms.outbox.EventRouter"
-_SECRET = re.compile(r"password|secret|passphrase|jaas|token|\.seed|\.jwt")
 _COLUMNS = {
     # router option: (part of the relay's mapping, Debezium's default)
     "table.field.event.id": ("id", "id"),
@@ -34,72 +30,6 @@ _KEPT_BY_KAFKA = re.compile(
     r"|ssl\.(ca|certificate|key)\.location|ssl\.endpoint\.identification\.algorithm"
 )
 _RENAMED_FOR_KAFKA = {"max.request.size": "message.max.bytes"}
-# Prefixes of options that have no counterpart because the relay works differently, and how.
-_NOT_NEEDED = {
-    "heartbeat.": "an idle outbox never pins WAL, without a heartbeat table",
-    "topic.heartbeat.": "there are no heartbeats",
-    "topic.prefix": "topics come from the routing alone",
-    "database.server.name": "topics come from the routing alone",
-    "offset.": "the checkpoint is in the database",
-    "schema.history.": "there is none",
-    "snapshot.": "a first start publishes what the table holds; continued from the slot there is none",
-    "tombstones.on.delete": "deletes are not published",
-    "skipped.operations": "only inserts are published",
-    "table.op.invalid.behavior": "updates are not published",
-    "tasks.max": "one relay is active, others stand by",
-    "publication.autocreate.mode": "`relay setup` looks after the publication",
-    "slot.drop.on.stop": "the relay never drops a healthy slot",
-    "slot.max.retries": "it retries for ever, with backoff",
-    "slot.retry.delay.ms": "it retries for ever, with backoff",
-    "lsn.flush.": "confirmed only when the broker has acknowledged",
-    "flush.lsn.source": "confirmed only when the broker has acknowledged",
-    "errors.": "it retries for ever, with backoff; what the broker can never take is said",
-    "retriable.restart.": "it retries for ever, with backoff",
-    "poll.interval.ms": "batches form by themselves",
-    "max.batch.size": "batches form by themselves (delivery.max_batch_events)",
-    "max.queue.": "the window is delivery.max_in_flight_events and _bytes",
-    "status.update.interval.ms": "set by source.wal_sender_timeout",
-    "provide.transaction.metadata": "relay-position names the transaction",
-    "include.schema.changes": "there are none",
-    "include.unknown.datatypes": "the payload is passed through",
-    "hstore.handling.mode": "the payload is passed through",
-    "interval.handling.mode": "columns keep Postgres' text",
-    "decimal.handling.mode": "columns keep Postgres' text",
-    "time.precision.mode": "columns keep Postgres' text",
-    "binary.handling.mode": "a bytea payload is published as its bytes",
-    "name": "named by relay.name",
-    "connector.class": "PostgreSQL",
-    "quarkus.": "the server's own: see [log] and [admin]",
-    "producer.key.serializer": "bytes are sent as they are",
-    "producer.value.serializer": "bytes are sent as they are",
-    "producer.acks": "always all",
-    "producer.enable.idempotence": "always on",
-    "producer.retries": "it retries for ever",
-    "producer.delivery.timeout.ms": "it retries for ever",
-    "producer.max.in.flight.requests.per.connection": "order is kept in any case",
-    "async.": "publishes overlap in a window, each acknowledged",
-    "sync.": "publishes overlap in a window, each acknowledged",
-}
-
-
-@dataclass(slots=True)
-class Found:
-    """The options of the files, sorted by whom they are for; what is used is taken out."""
-
-    name: str = ""
-    connector: dict[str, str] = field(default_factory=dict)
-    router: dict[str, str] = field(default_factory=dict)
-    sink: str = ""
-    options: dict[str, str] = field(default_factory=dict)  # of the sink
-    other: dict[str, str] = field(default_factory=dict)
-    server: bool = False
-
-
-@dataclass(slots=True)
-class Notes:
-    not_needed: list[str] = field(default_factory=list)
-    not_translated: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
 
 
 def convert(files: Sequence[tuple[str, str]]) -> str:
@@ -115,86 +45,8 @@ def convert(files: Sequence[tuple[str, str]]) -> str:
     lines += _source(found, notes)
     lines += _outbox(found, notes)
     lines += _sink(found, notes)
-    _account(found, notes)
-    return "\n".join([*lines, *_told(notes)]) + "\n"
-
-
-def read(name: str, text: str) -> dict[str, str]:
-    """The options of one file, JSON or properties."""
-    if text.lstrip().startswith("{"):
-        try:
-            parsed = orjson.loads(text)
-        except orjson.JSONDecodeError as exc:
-            raise ConfigError([f"{name} is not JSON: {exc}"]) from None
-        inner = parsed.get("config", parsed)
-        if not isinstance(inner, dict):
-            raise ConfigError([f"{name}: config is not an object"])
-        if "name" in parsed:
-            inner = {"name": parsed["name"], **inner}
-        return {key: value if isinstance(value, str) else json.dumps(value) for key, value in inner.items()}
-    return properties(text)
-
-
-def properties(text: str) -> dict[str, str]:
-    """Java's properties: # and ! comments, = or : or blank between, lines continued by a backslash."""
-    found: dict[str, str] = {}
-    for line in re.sub(r"\\\r?\n[ \t]*", "", text).splitlines():
-        stripped = line.strip()
-        if not stripped or stripped[0] in "#!":
-            continue
-        match = re.match(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", stripped)
-        assert match is not None
-        found[_unescape(match[1])] = _unescape(match[2])
-    return found
-
-
-def _unescape(text: str) -> str:
-    known = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
-
-    def one(match: re.Match[str]) -> str:
-        return chr(int(match[1][1:], 16)) if len(match[1]) == 5 else known.get(match[1], match[1])
-
-    return re.sub(r"\\(u[0-9a-fA-F]{4}|.)", one, text)
-
-
-def sort(options: Mapping[str, str]) -> Found:
-    """Who each option is for; refuses what has no outbox event router."""
-    found = Found(server=any(key.startswith("debezium.") for key in options))
-    plain: dict[str, str] = {}
-    for key, value in options.items():
-        if key.startswith("debezium.source."):
-            plain[key.removeprefix("debezium.source.")] = value
-        elif key.startswith(("debezium.transforms", "debezium.predicates")):
-            plain[key.removeprefix("debezium.")] = value
-        elif key == "debezium.sink.type":
-            found.sink = value
-        elif key.startswith("debezium.sink."):
-            found.options[key.removeprefix("debezium.sink.")] = value
-        elif key.startswith("debezium.") or (found.server and key.startswith("quarkus.")):
-            found.other[key] = value
-        else:
-            plain[key] = value
-    aliases = [alias.strip() for alias in plain.pop("transforms", "").split(",") if alias.strip()]
-    router = next((alias for alias in aliases if plain.get(f"transforms.{alias}.type") == ROUTER), None)
-    if router is None:
-        raise ConfigError(
-            ["there is no outbox event router in it"],
-            hint=f"the relay replaces Debezium's outbox router: a transform of the type {ROUTER}",
-        )
-    for key, value in plain.items():
-        if key.startswith(f"transforms.{router}."):
-            found.router[key.removeprefix(f"transforms.{router}.")] = value
-        elif key.startswith(("transforms.", "predicates", "key.converter", "value.converter", "header.converter")):
-            found.other[key] = value
-        elif key.startswith("producer.override."):
-            found.options[f"kafka.producer.{key.removeprefix('producer.override.')}"] = value
-        else:
-            found.connector[key] = value
-    del found.router["type"]
-    if not found.server:
-        found.sink = "kafka"
-    found.name = found.connector.get("name", "")
-    return found
+    account(found, notes)
+    return "\n".join([*lines, *told(notes)]) + "\n"
 
 
 def _relay_name(found: Found) -> str:
@@ -214,7 +66,7 @@ def _database(found: Found, notes: Notes) -> list[str]:
     if take("database.password", ""):
         lines.append("# password_file = …        # or PGPASSWORD, or a passfile: it is not copied from Debezium's file")
     for key in [key for key in found.connector if key.startswith("database.ssl")]:
-        notes.not_translated.append(_line(key, take(key), "libpq: add sslrootcert, sslcert, sslkey (PEM) to the dsn"))
+        notes.not_translated.append(noted(key, take(key), "libpq: add sslrootcert, sslcert, sslkey (PEM) to the dsn"))
     return [*lines, ""]
 
 
@@ -224,10 +76,10 @@ def _source(found: Found, notes: Notes) -> list[str]:
     publication = take("publication.name", "dbz_publication")
     if plugin != "pgoutput":
         notes.not_translated.append(
-            _line("plugin.name", plugin, "its slot cannot be continued: the relay makes one of its own")
+            noted("plugin.name", plugin, "its slot cannot be continued: the relay makes one of its own")
         )
-        notes.not_needed.append(_line("slot.name", slot, "drop it when Debezium is gone"))
-        notes.not_needed.append(_line("publication.name", publication, f"{plugin} reads none"))
+        notes.not_needed.append(noted("slot.name", slot, "drop it when Debezium is gone"))
+        notes.not_needed.append(noted("publication.name", publication, f"{plugin} reads none"))
         return []
     notes.remarks.append(
         f"Stop Debezium for good, then: relay setup --from-slot {slot} --publication {publication} && relay run"
@@ -246,7 +98,7 @@ def _outbox(found: Found, notes: Notes) -> list[str]:
     if timestamp := router.pop("table.field.event.timestamp", ""):
         columns["created_at"] = timestamp
         why = "read as created_at; Kafka's record timestamp stays the time of publishing"
-        notes.not_translated.append(_line("table.field.event.timestamp", timestamp, why))
+        notes.not_translated.append(noted("table.field.event.timestamp", timestamp, why))
     headers, own = _placements(router, named, notes)
     routing: dict[str, Any] = {}
     if topic := _topic(router, notes):
@@ -288,11 +140,11 @@ def _placements(router: dict[str, str], named: Mapping[str, str], notes: Notes) 
                 "envelope": "the body is the bare payload; publish the column as a header, or put it into the payload",
                 "partition": "the key decides the partition: columns.partition_key replaces the key",
             }.get(where, "unknown placement")
-            notes.not_translated.append(_line("table.fields.additional.placement", placement, why))
+            notes.not_translated.append(noted("table.fields.additional.placement", placement, why))
     if missing := router.pop("table.field.additional.missing", ""):
         why = "a column that is missing is an error"
         (notes.not_needed if missing == "error" else notes.not_translated).append(
-            _line("table.field.additional.missing", missing, why)
+            noted("table.field.additional.missing", missing, why)
         )
     return headers, own
 
@@ -305,8 +157,8 @@ def _topic(router: dict[str, str], notes: Notes) -> str:
     topic = re.sub("|".join(names), "{aggregate_type}", replacement)
     if whole is None or "$" in topic or re.sub(r"\{aggregate_type\}", "", topic).count("{"):
         why = "write the topics by outbox.routing.topic, or let the row name its topic (outbox.columns.topic)"
-        notes.not_translated.append(_line("route.topic.regex", regex, why))
-        notes.not_translated.append(_line("route.topic.replacement", replacement, why))
+        notes.not_translated.append(noted("route.topic.regex", regex, why))
+        notes.not_translated.append(noted("route.topic.replacement", replacement, why))
         return ""
     return "" if topic == "outbox.event.{aggregate_type}" else topic
 
@@ -316,11 +168,11 @@ def _payload(found: Found, notes: Notes) -> None:
     router, other = found.router, found.other
     if tombstone := router.pop("route.tombstone.on.empty.payload", ""):
         notes.not_needed.append(
-            _line("route.tombstone.on.empty.payload", tombstone, "a NULL payload is a tombstone on Kafka, in any case")
+            noted("route.tombstone.on.empty.payload", tombstone, "a NULL payload is a tombstone on Kafka, in any case")
         )
     expanded = router.pop("table.expand.json.payload", "false") == "true"
     if expanded:
-        notes.not_needed.append(_line("table.expand.json.payload", "true", "the body is the JSON itself"))
+        notes.not_needed.append(noted("table.expand.json.payload", "true", "the body is the JSON itself"))
     for part in ("key", "value", "header"):
         found_format = other.pop(f"debezium.format.{part}", "json" if found.server else "")
         converter = other.pop(f"{part}.converter", "")
@@ -334,13 +186,13 @@ def _payload(found: Found, notes: Notes) -> None:
             "SimpleHeaderConverter",
         ):
             if what:
-                notes.not_needed.append(_line(f"{part}.converter", what, "the same bytes are sent"))
+                notes.not_needed.append(noted(f"{part}.converter", what, "the same bytes are sent"))
             continue
         if what in ("simplestring", "binary"):
-            notes.not_needed.append(_line(f"debezium.format.{part}", what, "the same bytes are sent"))
+            notes.not_needed.append(noted(f"debezium.format.{part}", what, "the same bytes are sent"))
             continue
         if part == "value" and expanded and schemas == "false" and what in ("json", "JsonConverter"):
-            notes.not_needed.append(_line("value format", f"{what} without schemas", "the JSON itself is sent"))
+            notes.not_needed.append(noted("value format", f"{what} without schemas", "the JSON itself is sent"))
             continue
         why = {
             "key": 'Debezium sent the key quoted, as JSON ("1"); the relay sends it bare (1): Kafka may choose another '
@@ -349,7 +201,7 @@ def _payload(found: Found, notes: Notes) -> None:
             "header": "Debezium sent header values as JSON; the relay sends the text",
         }[part]
         shown = what + (f", schemas.enable={schemas}" if schemas else "")
-        notes.not_translated.append(_line(f"{part} format", shown, why))
+        notes.not_translated.append(noted(f"{part} format", shown, why))
 
 
 def _tables(found: Found, notes: Notes) -> list[str]:
@@ -361,7 +213,7 @@ def _tables(found: Found, notes: Notes) -> list[str]:
             tables.append(table)
         else:
             notes.not_translated.append(
-                _line("table.include.list", pattern, "a pattern: name its tables, a block each")
+                noted("table.include.list", pattern, "a pattern: name its tables, a block each")
             )
     if not tables:
         notes.remarks.append("No table was named: public.outboxevent is an assumption. Correct [[outbox]] table.")
@@ -374,7 +226,7 @@ def _sink(found: Found, notes: Notes) -> list[str]:
     if found.sink == "nats-jetstream":
         return _jetstream(found, notes)
     notes.not_translated.append(
-        _line("debezium.sink.type", found.sink, "the relay publishes to Kafka and to JetStream")
+        noted("debezium.sink.type", found.sink, "the relay publishes to Kafka and to JetStream")
     )
     return []
 
@@ -386,14 +238,14 @@ def _kafka(found: Found, notes: Notes) -> list[str]:
         target = _RENAMED_FOR_KAFKA.get(name, name)
         if name in _RENAMED_FOR_KAFKA or _KEPT_BY_KAFKA.fullmatch(name):
             kept[target] = found.options.pop(key)
-        elif not _reason(f"producer.{name}"):
+        elif not reason_for(f"producer.{name}"):
             why = "librdkafka may have it under another name: [sink.kafka.options]"
             if name == "sasl.jaas.config":
                 why = '"sasl.username" and "sasl.password" = { file = "…" } in [sink.kafka.options]'
             elif "store" in name:
                 why = "PEM files: ssl.ca.location, ssl.certificate.location, ssl.key.location in [sink.kafka.options]"
             said = key if found.server else f"producer.override.{name}"
-            notes.not_translated.append(_line(said, found.options.pop(key), why))
+            notes.not_translated.append(noted(said, found.options.pop(key), why))
     lines = ["[sink]", 'kind = "kafka"', "[sink.kafka.options]"]
     if "bootstrap.servers" not in kept:
         kept["bootstrap.servers"] = "127.0.0.1:9092"
@@ -417,46 +269,7 @@ def _jetstream(found: Found, notes: Notes) -> list[str]:
     lines += [f"subjects = {_toml([each.strip() for each in subjects])}", f"create = {_toml(create)}", ""]
     if storage := take("storage"):
         why = "a stream that exists keeps its storage; streams that the relay creates are on disk"
-        notes.not_translated.append(_line("nats-jetstream.storage", storage, why))
-    return lines
-
-
-def _account(found: Found, notes: Notes) -> None:
-    """Whatever is left: not needed, for a reason, or not translated."""
-    left = [("", found.connector), ("router: ", found.router), (f"{found.sink}: ", found.options), ("", found.other)]
-    for prefix, options in left:
-        for key, value in options.items():
-            short = re.sub(r"^(kafka|nats-jetstream)\.", "", key)
-            if reason := _reason(short):
-                notes.not_needed.append(_line(prefix + key, value, reason))
-            else:
-                notes.not_translated.append(_line(prefix + key, value, ""))
-
-
-def _reason(option: str) -> str:
-    for known, reason in _NOT_NEEDED.items():
-        if option == known or (known.endswith(".") and option.startswith(known)):
-            return reason
-    return ""
-
-
-def _line(option: str, value: str, why: str) -> str:
-    shown = "***" if _SECRET.search(option) else " ".join(value.split())
-    return f"{option} = {shown}" + (f"   ({why})" if why else "")
-
-
-def _told(notes: Notes) -> list[str]:
-    parts = [
-        ("", notes.remarks),
-        ("Not translated, look at each:", notes.not_translated),
-        ("Not needed:", notes.not_needed),
-    ]
-    lines = []
-    for title, each in parts:
-        if each:
-            lines += [f"# {title}"] if title else []
-            lines += [f"#   {line}" if title else f"# {line}" for line in each]
-            lines.append("#")
+        notes.not_translated.append(noted("nats-jetstream.storage", storage, why))
     return lines
 
 

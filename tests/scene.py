@@ -10,7 +10,8 @@ from typing import Any
 import psycopg
 
 from relay.embedded import PostgresServer
-from tests.relays import Ledger, RelayProcess, eventually, jetstream, prepare, settings, write_config
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, eventually, jetstream, prepare, settings, write_config
 from tests.sinks import Stored, read_jetstream
 
 

@@ -8,7 +8,7 @@
     runner.py     rounds, interleaved
     result.py     the figures (pure); figures.py how they are called and written
     render.py     tables; export.py CSV; html.py, picture.py and svg.py plots; compare.py two results
-    command.py    what the options of cli.py lead to
+    command.py    what the options of cli_bench.py lead to
 
 Everything is measured from outside the process under test. It must never touch a table, stream or topic that it did
 not create, and it leaves nothing behind: no process, no database, no slot, no stream.

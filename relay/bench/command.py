@@ -1,4 +1,4 @@
-"""What `relay bench` does with its options: plan, run with a progress bar, write files. `cli.py` has the options."""
+"""What `relay bench` does with its options (`cli_bench.py` has them): plan, run with a progress bar, write files."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ import pytest
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
-from tests.relays import Ledger, RelayProcess, create_topic, jetstream, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, create_topic, jetstream, prepare, settings
 from tests.relays import kafka as kafka_sink
 from tests.sinks import Stored, read_jetstream, read_kafka
 

@@ -12,7 +12,8 @@ import pytest
 
 from relay.checkpoint import EMPTY
 from relay.config import Config, load
-from relay.debezium import ROUTER, convert
+from relay.debezium import convert
+from relay.debezium_options import ROUTER
 from relay.embedded import NatsServer
 from relay.errors import ConfigError, SetupError
 from relay.setup import setup

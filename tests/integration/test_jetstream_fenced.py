@@ -25,7 +25,8 @@ from relay.sink.nats_fence import FencedWindow
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.fix_proxy import Proxy
-from tests.relays import Ledger, RelayProcess, eventually, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, eventually, prepare, settings
 from tests.sinks import (
     ORIGIN,
     batch_of,

@@ -24,7 +24,8 @@ from relay.sink.kafka_topics import setting
 from tests.fix_kafka import Kafka
 from tests.fix_postgres import Database
 from tests.kafka_raw import hang
-from tests.relays import Ledger, RelayProcess, create_topic, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, create_topic, prepare, settings
 from tests.relays import kafka as kafka_section
 from tests.sinks import (
     Stored,

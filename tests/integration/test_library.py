@@ -11,7 +11,8 @@ from relay import Relay
 from relay.errors import SetupError
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
-from tests.relays import Ledger, config_of, eventually, jetstream, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import config_of, eventually, jetstream, prepare, settings
 from tests.sinks import read_jetstream
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
-from tests.relays import Entry, RelayProcess, eventually, more_than
+from tests.ledger import Entry
+from tests.relays import RelayProcess, eventually, more_than
 from tests.scene import Scene
 
 

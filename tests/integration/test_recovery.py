@@ -16,7 +16,8 @@ from relay.embedded import PostgresServer
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.fix_proxy import Proxy
-from tests.relays import Entry, Ledger, RelayProcess, eventually, more_than
+from tests.ledger import Entry, Ledger
+from tests.relays import RelayProcess, eventually, more_than
 from tests.scene import Scene, copy_of
 from tests.sinks import read_jetstream
 

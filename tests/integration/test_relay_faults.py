@@ -15,7 +15,8 @@ from relay.embedded import KafkaServer, NatsServer, PostgresServer
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.fix_proxy import Proxy
-from tests.relays import Ledger, RelayProcess, create_topic, eventually, more_than, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, create_topic, eventually, more_than, prepare, settings
 from tests.relays import kafka as kafka_sink
 from tests.scene import Scene
 from tests.sinks import read_kafka

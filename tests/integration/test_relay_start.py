@@ -15,16 +15,8 @@ from relay.embedded.process import free_port
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
-from tests.relays import (
-    Ledger,
-    RelayProcess,
-    create_topic,
-    eventually,
-    jetstream,
-    prepare,
-    settings,
-    write_config,
-)
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, create_topic, eventually, jetstream, prepare, settings, write_config
 from tests.relays import (
     kafka as kafka_sink,
 )

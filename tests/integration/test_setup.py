@@ -259,6 +259,6 @@ async def test_a_lost_slot_is_seen_as_lost(start_postgres: Callable[..., Postgre
 
 
 def test_the_interpreter_finds_the_files_from_anywhere(tmp_path: Path) -> None:
-    code = "from relay.setup import load; print(len(load('002_relay_tables.sql')))"
+    code = "from relay.setup_sql import load; print(len(load('002_relay_tables.sql')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(SQL.parent)}, check=False)
     assert done.returncode == 0

@@ -12,7 +12,8 @@ from relay.takeover import takeover
 from relay.timeline import adopt_timeline
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
-from tests.relays import Ledger, RelayProcess, config_of, eventually, jetstream, prepare, settings
+from tests.ledger import Ledger
+from tests.relays import RelayProcess, config_of, eventually, jetstream, prepare, settings
 from tests.sinks import read_jetstream
 
 

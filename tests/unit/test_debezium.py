@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from relay.config import Config, load
-from relay.debezium import ROUTER, convert, properties
+from relay.debezium import convert
+from relay.debezium_options import ROUTER, properties
 from relay.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "debezium"

@@ -10,7 +10,9 @@ import pytest
 from relay.adopt import Step
 from relay.errors import RelayError, SetupError, SlotBusy, SlotLost
 from relay.lsn import LSN
-from relay.setup import VERSION, fill, load, script
+from relay.setup import script
+from relay.setup_plan import VERSION
+from relay.setup_sql import fill, load
 from relay.source.slot import SlotInfo, slot_fault
 from relay.status import state_of
 
