@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness.run import run
+from tests.chaos.harness.run import run_within
 from tests.chaos.harness.schedule import KINDS, PROFILES, Options, schedule
 from tests.chaos.harness.stage import RelayKeeper
 from tests.chaos.harness.verifier import Comparison, Held
@@ -24,12 +24,16 @@ from tests.relays import write_config
 _SHORT = Options(minutes=0.08, events=1_200, keys=24, writers=8, settle=60.0)
 _JETSTREAM = "relay-kill,slot-drop,postgres-kill,broker-kill,prepared-transaction"
 _KAFKA = "relay-kill,slot-drop,broker-cut,postgres-cut"
+_PATIENCE = 200.0  # less than a test has: whoever hangs shall say where
 
 
 async def _passes(options: Options) -> None:
     said: list[str] = []
     with loudly():
-        report = await run(options, said.append)
+        try:
+            report = await run_within(_PATIENCE, options, said.append)
+        except TimeoutError as error:
+            pytest.fail("\n".join([*said, str(error)]), pytrace=False)
     report.write(options.report)
     assert report.passed, f"{report.text()}\nlogs and report: {options.report}"
     assert report.findings.committed > 500

@@ -205,13 +205,14 @@ async def stage(options: Options, folder: Path, *, clock: bool) -> AsyncIterator
         timestamps = folder / "clock" if clock else None
         if timestamps is not None:
             timestamps.write_text("+0\n")
+        made = Stage(options, folder, postgres, broker, dsn, postgres_link, broker_link, timestamps)
         try:
-            made = Stage(options, folder, postgres, broker, dsn, postgres_link, broker_link, timestamps)
             config = write_config(folder, _sections(options, postgres_link.url, broker_link))
             await _setup(config, folder)
             made.relays = [RelayKeeper(f"relay-{n + 1}", config, folder, timestamps) for n in range(options.relays)]
             yield made
         finally:
+            made.keep_logs()
             for link in (postgres_link, broker_link):
                 await link.refuse()
 
