@@ -149,6 +149,8 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to the server and all its children at once: a crash, not a shutdown."""
+        with contextlib.suppress(EmbeddedError):
+            self.freeze()  # else a child that is forked at this moment lives on, in the data of the next start
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -216,7 +216,7 @@ def test_frozen_server_answers_again_after_thaw(own_postgres: PostgresServer) ->
     own_postgres.execute("SELECT 1")
 
 
-def test_a_server_is_frozen_together_with_what_it_forks_meanwhile() -> None:
+def test_a_server_is_frozen_and_killed_together_with_what_it_forks_meanwhile() -> None:
     with Restless() as server:
         pid = server.pid
         for _ in range(5):
@@ -225,6 +225,8 @@ def test_a_server_is_frozen_together_with_what_it_forks_meanwhile() -> None:
             assert len(frozen) > 1
             assert {process.status() for process in frozen} == {psutil.STATUS_STOPPED}
             server.thaw()
+        server.kill()
+        assert server.processes(pid) == []
 
 
 def test_servers_end_with_the_process_that_started_them() -> None:
