@@ -24,6 +24,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from relay.config import Config, load
+from relay.embedded.process import freeze
 from relay.setup import setup
 from tests.zygote import Forked, zygote
 
@@ -260,7 +261,7 @@ class RelayProcess:
         self._process.wait(60)
 
     def freeze(self) -> None:
-        self.signal(signal.SIGSTOP)
+        freeze([psutil.Process(self.pid)])
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)

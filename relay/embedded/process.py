@@ -17,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -69,6 +69,28 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
             return False
         time.sleep(interval)
     return True
+
+
+def freeze(processes: Collection[psutil.Process], timeout: float = 30.0) -> None:
+    """SIGSTOP, and wait until not one thread moves: the signal stops them one by one, and a busy machine lets it."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    if not wait_until(lambda: all(_is_frozen(process.pid) for process in processes), timeout, 0.001):
+        raise EmbeddedError(f"not all of {[process.pid for process in processes]} stood still within {timeout:g} s")
+
+
+def _is_frozen(pid: int) -> bool:
+    """The first thread is asked first: when it stands still, the others can make no new ones."""
+    tasks = Path(f"/proc/{pid}/task")
+    return _stands_still(tasks / str(pid)) and all(map(_stands_still, tasks.glob("*")))
+
+
+def _stands_still(task: Path) -> bool:
+    try:
+        return (task / "stat").read_bytes().rpartition(b") ")[2][:1] in b"TtZX"
+    except OSError:  # it has ended
+        return True
 
 
 class Server:
@@ -127,6 +149,8 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to the server and all its children at once: a crash, not a shutdown."""
+        with contextlib.suppress(EmbeddedError):
+            self.freeze()  # else a child that is forked at this moment lives on, in the data of the next start
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -149,11 +173,16 @@ class Server:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open, nothing answers."""
-        self._signal_tree(signal.SIGSTOP)
+        """SIGSTOP: connections stay open, and nothing answers from now on."""
+        frozen: set[psutil.Process] = set()
+        while moving := set(self._tree()) - frozen:  # as long as one of them moves, it may start others
+            freeze(moving)
+            frozen |= moving
 
     def thaw(self) -> None:
-        self._signal_tree(signal.SIGCONT)
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     @property
     def is_running(self) -> bool:
@@ -218,11 +247,6 @@ class Server:
             return [server, *server.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-
-    def _signal_tree(self, what: signal.Signals) -> None:
-        for process in self._tree():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(what)
 
 
 def _start_warden(pid: int, how: signal.Signals, folder: Path) -> subprocess.Popen[bytes]:

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness.run import run
+from tests.chaos.harness.run import run_within
 from tests.chaos.harness.schedule import KINDS, PROFILES, Options, schedule
+from tests.chaos.harness.stage import RelayKeeper
 from tests.chaos.harness.verifier import Comparison, Held
 from tests.chaos.harness.writers import Entry, body_of
 from tests.fix_services import loudly
+from tests.relays import write_config
 
 _SHORT = Options(minutes=0.08, events=1_200, keys=24, writers=8, settle=60.0)
 _JETSTREAM = "relay-kill,slot-drop,postgres-kill,broker-kill,prepared-transaction"
 _KAFKA = "relay-kill,slot-drop,broker-cut,postgres-cut"
+_PATIENCE = 200.0  # less than a test has: whoever hangs shall say where
 
 
 async def _passes(options: Options) -> None:
     said: list[str] = []
     with loudly():
-        report = await run(options, said.append)
+        try:
+            report = await run_within(_PATIENCE, options, said.append)
+        except TimeoutError as error:
+            pytest.fail("\n".join([*said, str(error)]), pytrace=False)
     report.write(options.report)
     assert report.passed, f"{report.text()}\nlogs and report: {options.report}"
     assert report.findings.committed > 500
@@ -49,6 +56,25 @@ async def test_a_short_run_on_each_broker(tmp_path: Path) -> None:
         both.create_task(
             _passes(dataclasses.replace(for_kafka, seed=6, faults=4, profile=_KAFKA, report=tmp_path / "kafka"))
         )
+
+
+@pytest.mark.parametrize("turns", [0, 2])
+async def test_a_relay_that_was_killed_a_moment_ago_is_stopped_too(tmp_path: Path, turns: int) -> None:
+    """While it ends, and while it is started again: the exit code is that of the new one, and nobody is left."""
+    nobody = {"kind": "jetstream", "jetstream": {"servers": ["nats://127.0.0.1:1"]}}
+    config = write_config(tmp_path, {"database": {"dsn": "postgresql://nobody@127.0.0.1:1/none"}, "sink": nobody})
+    keeper = RelayKeeper("relay", config, tmp_path, None)
+    keeping = asyncio.create_task(keeper.keep())
+    while not await keeper.state():
+        await asyncio.sleep(0.02)
+    keeper.signal(signal.SIGKILL)
+    while turns and keeper.running:
+        await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert await keeper.stop() == 0
+    await asyncio.wait_for(keeping, 60.0)
+    assert keeper.started == 2 and not keeper.ends
 
 
 def test_the_seed_repeats_the_schedule() -> None:

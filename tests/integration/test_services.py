@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -46,6 +48,29 @@ class Stubborn(Server):
 
     def _ready(self) -> bool:
         return (self.folder / "ready").exists()
+
+
+class Restless(Server):
+    """A process that has always just forked another one."""
+
+    name = "restless"
+
+    def _command(self) -> list[str]:
+        fork = "    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n"
+        forks = f"import os, pathlib, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n{fork}"
+        return [sys.executable, "-c", forks + "    pathlib.Path('ready').touch()\n    time.sleep(0.01)"]
+
+    def _ready(self) -> bool:
+        return (self.folder / "ready").exists()
+
+    def processes(self, pid: int) -> list[psutil.Process]:
+        """Of its session: those that lost their parent, too."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) == pid:
+                    found.append(process)
+        return found
 
 
 @pytest.mark.parametrize("version", ["18", "16", "15"])
@@ -189,6 +214,19 @@ def test_frozen_server_answers_again_after_thaw(own_postgres: PostgresServer) ->
     assert statuses == {psutil.STATUS_STOPPED}
     own_postgres.thaw()
     own_postgres.execute("SELECT 1")
+
+
+def test_a_server_is_frozen_and_killed_together_with_what_it_forks_meanwhile() -> None:
+    with Restless() as server:
+        pid = server.pid
+        for _ in range(5):
+            server.freeze()
+            frozen = server.processes(pid)
+            assert len(frozen) > 1
+            assert {process.status() for process in frozen} == {psutil.STATUS_STOPPED}
+            server.thaw()
+        server.kill()
+        assert server.processes(pid) == []
 
 
 def test_servers_end_with_the_process_that_started_them() -> None:

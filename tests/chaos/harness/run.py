@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import verifier
@@ -30,6 +31,37 @@ async def run(options: Options, say: Say = print) -> Report:
         if options.broker == "kafka":
             await asyncio.to_thread(create_topics, on_stage.broker.bootstrap)  # type: ignore[union-attr]
         return await _Run(options, on_stage, say).run()
+
+
+async def run_within(seconds: float, options: Options, say: Say = print) -> Report:
+    """The same with a bound; a run that exceeds it tells what it waits for, and what everybody on stage said last."""
+    running = asyncio.create_task(run(options, say))
+    try:
+        if (await asyncio.wait({running}, timeout=seconds))[0]:
+            return await running
+        waiting = "\n".join(sorted(map(_whereabouts, asyncio.all_tasks())))
+    finally:
+        running.cancel()
+        await asyncio.wait({running}, timeout=30.0)
+    raise TimeoutError(f"not over within {seconds:g} s\n\n{waiting}\n\n{_last_words(options.report)}")
+
+
+def _whereabouts(task: asyncio.Task[Any]) -> str:
+    """All that it awaits, from the outside in; `Task.get_stack` knows the outermost only."""
+    places = []
+    link: Any = task.get_coro()
+    while (frame := getattr(link, "cr_frame", None)) is not None:
+        places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        link = link.cr_await
+    return " > ".join(places)
+
+
+def _last_words(folder: Path) -> str:
+    tails = []
+    for path in sorted([*folder.glob("*.log"), *folder.glob("*.err")]):
+        lines = path.read_text(errors="replace").splitlines()[-12:]
+        tails.append("\n".join([f"--- {path.name}", *lines]))
+    return "\n".join(tails)
 
 
 class _Run:
@@ -57,6 +89,7 @@ class _Run:
             self._say(f"{quiet - began:5.0f} s  faults are over; waiting until everything has arrived")
             committed = await self._settle()
             settled = time.monotonic()
+            self._say(f"{settled - began:5.0f} s  the relays are asked to stop")
             codes = await asyncio.gather(*(relay.stop() for relay in self._stage.relays))
             for relay, code in zip(self._stage.relays, codes, strict=True):
                 if code != 0:
@@ -64,6 +97,7 @@ class _Run:
             await asyncio.gather(*keepers)
             for task in background:
                 task.cancel()
+        self._say(f"{time.monotonic() - began:5.0f} s  the broker is read from its first message to its last")
         findings = await self._verdict(committed)
         vanished = len(self._journal.committed - {entry.id for entry in committed})
         if vanished:
@@ -76,7 +110,6 @@ class _Run:
             self._options, findings, injected, self._journal, self._arrivals, self._stage, problems, began
         )
         report.times |= {"storm": quiet - began, "settle": settled - quiet}
-        self._stage.keep_logs()
         return report
 
     async def _storm(self, began: float) -> None:

@@ -64,6 +64,7 @@ class RelayKeeper:
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
         self._asked: set[int] = set()
+        self._turn = asyncio.Lock()  # of whoever starts, or says that nobody shall any more
         self._over = False
         self.started = 0
         self.ends: list[Ended] = []
@@ -71,8 +72,7 @@ class RelayKeeper:
 
     async def keep(self) -> None:
         """Runs until `stop()`; the task's owner cancels nothing."""
-        while not self._over:
-            await self._start()
+        while await self._start():
             assert self._process is not None
             try:
                 pid, code = self._process.pid, await self._process.wait()
@@ -84,7 +84,8 @@ class RelayKeeper:
                 self.ends.append(Ended(time.monotonic(), self.name, code, self._last_words()))
                 await asyncio.sleep(0.3)
 
-    async def _start(self) -> None:
+    async def _start(self) -> bool:
+        """False when it is over."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAY_", "PG"))}
         environment["RELAY_ADMIN__LISTEN"] = f"127.0.0.1:{self._port}"
         if self._clock is not None:
@@ -95,12 +96,16 @@ class RelayKeeper:
                 "FAKETIME_CACHE_DURATION": "1",
             }
         command = [sys.executable, "-m", "relay", "run", "--config", str(self._config)]
-        with (
-            (self._folder / f"{self.name}.log").open("ab") as out,
-            (self._folder / f"{self.name}.err").open("ab") as err,
-        ):
-            self._process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=out, stderr=err)
-        self.started += 1
+        async with self._turn:
+            if self._over:
+                return False
+            with (
+                (self._folder / f"{self.name}.log").open("ab") as out,
+                (self._folder / f"{self.name}.err").open("ab") as err,
+            ):
+                self._process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=out, stderr=err)
+            self.started += 1
+        return True
 
     def _last_words(self) -> str:
         lines = (self._folder / f"{self.name}.err").read_text(errors="replace").splitlines()
@@ -139,11 +144,12 @@ class RelayKeeper:
 
     async def stop(self, timeout: float = 30.0) -> int | None:
         """SIGTERM and the exit code; None when it had to be killed."""
-        self._over = True
         self.signal(signal.SIGCONT)
-        deadline = time.monotonic() + 10
-        while self.running and not await self.state() and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)  # one that was started a moment ago has no handler for SIGTERM yet
+        deadline = time.monotonic() + timeout
+        while not await self.state() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)  # one that was killed or started a moment ago has no handler for SIGTERM
+        async with self._turn:
+            self._over = True
         self.signal(signal.SIGTERM)
         if self._process is None:
             return 0
@@ -199,13 +205,14 @@ async def stage(options: Options, folder: Path, *, clock: bool) -> AsyncIterator
         timestamps = folder / "clock" if clock else None
         if timestamps is not None:
             timestamps.write_text("+0\n")
+        made = Stage(options, folder, postgres, broker, dsn, postgres_link, broker_link, timestamps)
         try:
-            made = Stage(options, folder, postgres, broker, dsn, postgres_link, broker_link, timestamps)
             config = write_config(folder, _sections(options, postgres_link.url, broker_link))
             await _setup(config, folder)
             made.relays = [RelayKeeper(f"relay-{n + 1}", config, folder, timestamps) for n in range(options.relays)]
             yield made
         finally:
+            made.keep_logs()
             for link in (postgres_link, broker_link):
                 await link.refuse()
 
