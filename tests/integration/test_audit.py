@@ -54,8 +54,8 @@ async def test_a_publication_that_hides_rows_under_load(scene: Scene, fault: str
             assert "ALTER PUBLICATION" in told["hint"]
             await more_than(scene.ledger.journal, hidden + 100, "events are written")
             await eventually(lambda: relay.status.get("state") == "polling", "it polls")
-            scene.execute(remedy)
             streams = len(relay.said("stream.started"))
+            scene.execute(remedy)
             await relay.says_again("stream.started", streams)
             await more_than(scene.ledger.journal, len(scene.ledger.journal) + 50, "events are written")
         await scene.settled(relay)
