@@ -108,10 +108,11 @@ async def publish_as_pipeline(
         yield [rejected for result in results if not isinstance(result, BaseException) for rejected in result]
         if failures:
             sink.resume(marks, ORIGIN)
-            await _reopen(sink)
+            await open_at_last(sink)
 
 
-async def _reopen(sink: Sink) -> None:
+async def open_at_last(sink: Sink) -> None:
+    """As the pipeline does: again, while that may help."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -188,7 +189,7 @@ async def read_jetstream(url: str, stream: str) -> list[Stored]:
     """Everything that the stream holds at this moment."""
     client = await nats.connect(url)
     try:
-        js = client.jetstream()
+        js = client.jetstream(timeout=60)  # the consumer may be placed on a server that has just come back
         total = (await js.stream_info(stream)).state.messages
         stored: list[Stored] = []
         if not total:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ import pytest
 from nats.aio.client import Client
 from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
 
-from relay.config import JetStream, Stream
-from relay.embedded import NatsCluster, NatsServer
-from relay.embedded.process import wait_until
+from relay.config import Stream
+from relay.embedded import NatsServer
 from relay.errors import SetupError, SinkUnavailable, TransientError
 from relay.sink import UNCOUNTABLE
 from relay.sink.jetstream import JetStreamSink
 from relay.sink.nats_fence import FencedWindow
+from tests.fenced import configured, events, opened, stored_once
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
 from tests.fix_proxy import Proxy
@@ -32,59 +30,10 @@ from tests.sinks import (
     batch_of,
     batches_of,
     make_event,
-    order_per_key,
     publish_as_pipeline,
     publish_overlapping,
     read_jetstream,
 )
-
-OLD = os.environ.get("NATS_SERVER_OLD")  # a server of 2.9, where there is one
-SERVERS = [
-    "current",
-    "atomic",
-    pytest.param("old", marks=pytest.mark.skipif(not OLD, reason="NATS_SERVER_OLD is not set")),
-]
-
-
-def configured(url: str, *names: str, **changes: Any) -> JetStream:
-    streams = tuple(
-        Stream(
-            name=name, subjects=(f"{name}.>",), create=True, duplicate_window=0.1, replicas=changes.get("replicas", 1)
-        )
-        for name in names
-    )
-    changes.pop("replicas", None)
-    return JetStream(**{"servers": (url,), "streams": streams, "ack_timeout": 10.0, **changes})
-
-
-@asynccontextmanager
-async def opened(
-    config: JetStream, marks: dict[str, int] | None = None, **changes: Any
-) -> AsyncIterator[JetStreamSink]:
-    sink = JetStreamSink(config, **changes)
-    sink.resume(marks or {}, ORIGIN)
-    try:
-        await sink.open()
-        yield sink
-    finally:
-        await sink.close()
-
-
-def events(topics: tuple[str, ...], count: int, keys: int = 20) -> list[Any]:
-    return [
-        make_event(seq, topic=topics[seq % len(topics)], key=b"k%d" % (seq % keys), body=b"%0200d" % seq)
-        for seq in range(count)
-    ]
-
-
-async def stored_once(url: str, names: tuple[str, ...], made: list[Any]) -> None:
-    """Every event once, and in order per key."""
-    stored = [item for name in names for item in await read_jetstream(url, name)]
-    assert len(stored) == len({item.id for item in stored}), "duplicates"
-    assert {item.id for item in stored} == {event.id for event in made}
-    for name in names:
-        order = order_per_key(item for item in stored if item.topic.startswith(f"{name}."))
-        assert all(numbers == sorted(numbers) for numbers in order.values()), "order"
 
 
 @pytest.fixture
@@ -109,28 +58,6 @@ async def test_fenced_is_the_default_for_streams_that_the_relay_made(nats: Nats,
 
 
 @pytest.mark.guarantee("G4")
-@pytest.mark.parametrize("version", SERVERS)
-async def test_server_killed_again_and_again(version: str, prefix: str) -> None:
-    names = (f"{prefix}a", f"{prefix}b")
-    made = events((f"{names[0]}.x", f"{names[1]}.y", f"{names[0]}.z"), 20_000)
-    with NatsServer(binary=Path(OLD) if version == "old" and OLD else None) as server:
-        async with opened(configured(server.url, *names, atomic=version == "atomic")) as sink:
-
-            def break_it() -> None:
-                server.kill()
-                server.restart()
-
-            rounds, breaking = 0, asyncio.create_task(asyncio.sleep(0))
-            async for rejected in publish_as_pipeline(sink, batches_of(made, 100)):
-                assert rejected == []
-                rounds += 1
-                if rounds % 5 == 0 and breaking.done():
-                    breaking = asyncio.create_task(asyncio.to_thread(break_it))
-            await breaking
-        await stored_once(server.url, names, made)
-
-
-@pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
 async def test_network_cut_and_stalled(
     own_nats: NatsServer, prefix: str, proxy: Callable[[str], Any], atomic: bool
@@ -147,25 +74,6 @@ async def test_network_cut_and_stalled(
                 way.stall("down" if rounds % 4 else "both")
                 call_later(0.6, lambda: asyncio.ensure_future(way.resume()))  # longer than `ack_timeout`
     await stored_once(own_nats.url, (prefix,), made)
-
-
-@pytest.mark.guarantee("G4")
-@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
-async def test_leader_of_a_replicated_stream_killed(nats_cluster: NatsCluster, prefix: str, atomic: bool) -> None:
-    made = events((f"{prefix}.a",), 6000)
-    config = configured("", prefix, replicas=3, servers=tuple(nats_cluster.urls), atomic=atomic)
-    async with opened(config) as sink:
-        rounds = 0
-        async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
-            rounds += 1
-            if rounds in {4, 10}:
-                leader = await eventually(lambda: nats_cluster.leader, "a leader")
-                leader.kill()
-                await asyncio.to_thread(leader.restart)
-                assert await asyncio.to_thread(wait_until, lambda: nats_cluster.leader is not None, 90.0, 0.1)
-    healthy = lambda: all(node.monitor("/healthz").get("status") == "ok" for node in nats_cluster.nodes)  # noqa: E731
-    assert await asyncio.to_thread(wait_until, healthy, 90.0, 0.1)
-    await stored_once(nats_cluster.urls[0], (prefix,), made)
 
 
 @pytest.mark.guarantee("G4")
@@ -256,17 +164,6 @@ async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, client: Clie
     assert seen == [event.id for event in made]
     state = (await js.stream_info(prefix)).state
     assert (state.last_seq, state.messages) == (50, 0)
-
-
-@pytest.mark.guarantee("G6")
-async def test_a_zombie_is_refused(nats: Nats, prefix: str) -> None:
-    made = events((f"{prefix}.a",), 40)
-    async with opened(configured(nats.url, prefix)) as zombie, opened(configured(nats.url, prefix)) as active:
-        await active.publish(batch_of(made[:20]))
-        with pytest.raises(TransientError, match="chain"):
-            await zombie.publish(batch_of(made[:10]))
-        await active.publish(batch_of(made[20:]))
-    await stored_once(nats.url, (prefix,), made)
 
 
 @pytest.mark.guarantee("G4")
