@@ -20,6 +20,7 @@ OWNED = "outbox of the relay"  # the description of a stream that a relay made: 
 _ATOMIC = (2, 12, 1)  # 2.12.0 refuses message ids in atomic batches
 _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
+_NO_PEERS = 10005
 _NOT_ENABLED = (10039, 10076)
 
 
@@ -188,6 +189,8 @@ class Streams:
         except ApiError as exc:
             if exc.err_code == _NAME_IN_USE:  # somebody was faster, with other settings: theirs count
                 return await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
+            if exc.err_code == _NO_PEERS and "offline" in str(exc):  # also for a moment after a server came back
+                raise SinkUnavailable(f"stream {stream.name} cannot be created for now: {exc}") from None
             if exc.code < 500 and exc.err_code not in _NOT_ENABLED:
                 raise SetupError(
                     f"stream {stream.name} cannot be created: {exc}", hint="correct it in [[sink.jetstream.streams]]"
