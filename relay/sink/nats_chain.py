@@ -119,6 +119,9 @@ async def read_chain(
     """The chain as the stream is now, and the writers other than ours that are beyond the mark."""
     name = stream.name
     info = await connection.request(f"{prefix}.STREAM.INFO.{name}")
+    if "cluster" in info and not info["cluster"].get("leader"):
+        # Then its servers answer for themselves, and may be behind what was acknowledged.
+        raise SinkUnavailable(f"stream {name} has no leader at the moment")
     first, last = int(info["state"]["first_seq"]), int(info["state"]["last_seq"])
     if mark is None:
         return Chain(name, last, []), []

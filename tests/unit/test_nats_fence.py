@@ -388,3 +388,19 @@ def test_messages_that_consumers_took_are_counted(seed: int, count: int) -> None
 @given(st.integers(0, 1 << 32), st.integers(1, 60))
 def test_nothing_is_lost_where_counting_is_not_possible(seed: int, count: int) -> None:
     simulate(seed, count=count, consuming=True, reorders=True, dedupes=False).check(duplicates=True)
+
+
+@pytest.mark.guarantee("G4")
+def test_a_stream_without_a_leader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that answer for themselves may be behind: that is no stream that lost events which it acknowledged."""
+    Connection.server = Server({"A": "a.>"}, dedupes=False)
+    request = Connection.request
+
+    async def leaderless(self: Connection, subject: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await request(self, subject, payload) | {"cluster": {"name": "relay", "replicas": []}}
+
+    monkeypatch.setattr(Connection, "request", leaderless)
+    sink = JetStreamSink(JetStream(streams=(Stream(name="A", subjects=("a.>",)),), mode="fenced"))
+    sink.resume({"A": 3}, ORIGIN)
+    with pytest.raises(SinkUnavailable, match="no leader"):
+        asyncio.run(sink.open())
