@@ -150,7 +150,7 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to the server and all its children at once: a crash, not a shutdown."""
         with contextlib.suppress(EmbeddedError):
-            self.freeze()  # else a child that is forked at this moment lives on, in the data of the next start
+            freeze(self._tree()[:1])  # else a child that it forks at this moment lives on, and meets the next start
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -35,7 +35,7 @@ class WalSender:
         self.exhausted = False  # the last `take` ended because nothing more was there
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[bool] | None = None
-        self._watched = False  # the loop looks at our socket
+        self._watched: int | None = None  # the socket that the loop looks at
         self._deadline = 0.0  # of who waits
         self._timer: asyncio.TimerHandle | None = None
         connection.add_notice_handler(self._noticed)
@@ -120,7 +120,7 @@ class WalSender:
                     pumped += 1
                     sip = 0
         except psycopg.Error as exc:
-            raise translate(exc) from exc
+            raise self._failed(exc) from exc
         if self._fault is not None:
             raise self._fault  # before the data: a keepalive behind it would pass rows that were skipped
         return messages, total
@@ -137,9 +137,9 @@ class WalSender:
         loop = self._loop
         self._waiting = loop.create_future()
         self._deadline = loop.time() + timeout
-        if not self._watched:
-            loop.add_reader(self._pgconn.socket, self._arrived)
-            self._watched = True
+        if self._watched is None:
+            self._watched = self._pgconn.socket
+            loop.add_reader(self._watched, self._arrived)
         if self._timer is None:
             self._timer = loop.call_at(self._deadline, self._silent)
         try:
@@ -168,7 +168,7 @@ class WalSender:
             self._pgconn.put_copy_data(_STATUS.pack(b"r", received, confirmed, confirmed, now, reply))
             self._pgconn.flush()
         except psycopg.Error as exc:
-            raise translate(exc) from exc
+            raise self._failed(exc) from exc
 
     def close(self) -> None:
         """Drop the connection at once. Postgres frees the slot; what was not confirmed comes again."""
@@ -179,11 +179,16 @@ class WalSender:
         self._settle(True)  # whoever waits finds it closed
         self._pgconn.finish()
 
+    def _failed(self, exc: psycopg.Error) -> RelayError:
+        """Ours for psycopg's, while nobody else can have the number of the socket: libpq may have closed it."""
+        self._watch_no_more()
+        return translate(exc)
+
     def _watch_no_more(self) -> None:
         """Also before the socket is closed: a moment later its number may be that of another connection."""
-        if self._watched:
-            self._watched = False
-            self._loop.remove_reader(self._pgconn.socket)
+        if self._watched is not None:
+            self._loop.remove_reader(self._watched)
+            self._watched = None
 
     def _settle(self, value: bool) -> None:
         if self._waiting is not None and not self._waiting.done():

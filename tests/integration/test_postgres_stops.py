@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from relay.setup import setup
 from relay.source.replication import WalSender
 from relay.source.session import connect
 from tests.fix_postgres import Database
+from tests.fix_proxy import Proxy
 from tests.relays import RelayProcess, config_of, eventually, jetstream, settings
 from tests.scene import Scene
 
@@ -152,6 +153,33 @@ async def test_a_connection_that_did_not_come_about_is_closed(how: str, end: str
             assert await asyncio.wait_for(heard.get(), 60) == b""
     finally:
         gc.enable()
+
+
+async def test_a_walsender_whose_socket_libpq_has_closed(
+    database: Database, prefix: str, proxy: Callable[[str], Awaitable[Proxy]]
+) -> None:
+    """Without a word of farewell from Postgres; the loop must have forgotten its number by then."""
+    cable = await proxy(database.dsn)
+    config = Config.model_validate({"database": {"dsn": cable.url}})
+    wal = await WalSender.connect(config.database, "test", timeout=60, lock_timeout=60)
+    start = await wal.create_slot(prefix, "pgoutput")
+    await wal.start(prefix, start, {"proto_version": "1", "publication_names": "none"})
+    wal.take(100, 1000)  # a first sign of life
+    number = wal._pgconn.socket
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    cutting = asyncio.ensure_future(cable.cut())
+    assert await wal.readable(600)
+    with pytest.raises(SourceUnavailable):
+        wal.take(1000, 1 << 20)
+    assert not loop.remove_reader(number)
+    wal.close()
+    await cutting
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.add_reader(ours, heard.set)
+        theirs.send(b"x")
+        await asyncio.wait_for(heard.wait(), 30)
+        loop.remove_reader(ours)
 
 
 async def test_a_walsender_closed_while_somebody_waits_for_it(database: Database) -> None:
