@@ -168,7 +168,7 @@ def _outlet(entry: Entry, base: Round) -> Round:
 
 def _files(task: Task, base: Round) -> tuple[Path, Path]:
     script = task.folder / f"{base.name}.sql"
-    script.write_text(pgbench_script(task.plan.keys, max(1, task.scenario.per_transaction)))
+    script.write_text(pgbench_script(task.plan.keys, task.scenario.per_transaction))
     return task.folder / f"{base.name}.json", script
 
 

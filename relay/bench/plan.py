@@ -40,7 +40,7 @@ SCENARIOS = {
         Scenario("backlog", "rows that waited are drained", "drain", rows=300_000, quick=_DRAIN),
         Scenario(
             "steady",
-            "one row per transaction at a fixed rate",
+            "rows at a fixed rate, each in a transaction of its own",
             "steady",
             per_transaction=1,
             rate=1000,
@@ -178,14 +178,15 @@ def make_plan(
         except ConfigError as exc:
             faults += exc.faults
     _named("--peer", peers, {name: name for name in known_peers}.get, known_peers, faults)
-    given = {"rows": rows, "rate": rate, "seconds": seconds, "repeat": repeat, "keys": keys}
-    given["per-transaction"] = per_transaction
-    faults += [f"--{name} must be more than 0" for name, value in given.items() if value is not None and value <= 0]
+    sizes = {"rows": rows, "rate": rate, "per_transaction": per_transaction, "seconds": seconds}
+    given = {**sizes, "repeat": repeat, "keys": keys}
+    too_small = [name.replace("_", "-") for name, value in given.items() if value is not None and value <= 0]
+    faults += [f"--{name} must be more than 0" for name in too_small]
     if quick and full:
         faults.append("--quick and --full exclude each other")
     wal2json = any(mode.plugin == "wal2json" for mode in read)
     plan = Plan(
-        tuple(_sized(each, quick, rows, rate, per_transaction, seconds) for each in chosen),
+        tuple(_sized(each, quick=quick, sizes=sizes) for each in chosen),
         tuple(outlets),
         tuple(read),
         repeat,
@@ -222,21 +223,9 @@ def _named(option: str, names: Sequence[str], get: Callable[[str], T | None], kn
     return found
 
 
-def _sized(
-    scenario: Scenario,
-    quick: bool,
-    rows: int | None,
-    rate: int | None,
-    per_transaction: int | None,
-    seconds: float | None,
-) -> Scenario:
+def _sized(scenario: Scenario, *, quick: bool, sizes: Mapping[str, float | None]) -> Scenario:
     """A size that was asked for wins over `--quick`; one that a scenario does not have changes nothing in it."""
     if quick:
         scenario = replace(scenario, **scenario.quick)
-    return replace(
-        scenario,
-        rows=rows if rows is not None and scenario.rows else scenario.rows,
-        rate=rate if rate is not None and scenario.rate else scenario.rate,
-        per_transaction=scenario.per_transaction if per_transaction is None else per_transaction,
-        seconds=seconds if seconds is not None and scenario.seconds else scenario.seconds,
-    )
+    asked: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None and getattr(scenario, name)}
+    return replace(scenario, **asked)

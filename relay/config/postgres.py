@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from relay.config.secret import read_secret, unreadable
-from relay.config.section import NAME, Positive, Section, Size, size
+from relay.config.section import Positive, Section, Size, plain, size
 from relay.errors import ConfigError
 
 
@@ -68,9 +68,7 @@ class Anchor(Section):
     @field_validator("slot")
     @classmethod
     def _slot(cls, value: str) -> str:
-        if value and not NAME.fullmatch(value):
-            raise ValueError("a slot name has 1 to 63 of a-z, 0-9 and _")
-        return value
+        return value and plain(value)
 
 
 class SourceSection(Section):
@@ -106,12 +104,7 @@ class SourceSection(Section):
         default_factory=Anchor, description="A slot that stays behind, for exact replays (docs/replay.md)."
     )
 
-    @field_validator("slot")
-    @classmethod
-    def _slot(cls, value: str) -> str:
-        if not NAME.fullmatch(value):
-            raise ValueError("a slot name has 1 to 63 of a-z, 0-9 and _")
-        return value
+    _slot = field_validator("slot")(plain)
 
     @model_validator(mode="after")
     def _two_slots(self) -> SourceSection:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from relay.config.outbox import Outbox, Routing
 from relay.config.postgres import Checkpoint, Database, Poll, SourceSection
 from relay.config.secret import SECRET_OPTION, mask_dsn, mask_url
-from relay.config.section import NAME, Positive, Section, Size, parsed
+from relay.config.section import Positive, Section, Size, parsed, plain
 from relay.config.sink import SinkSection
 
 
@@ -20,12 +20,7 @@ class Relay(Section):
         description="Names this relay: its lock, its checkpoint, its transactional id. One per database and purpose.",
     )
 
-    @field_validator("name")
-    @classmethod
-    def _plain(cls, value: str) -> str:
-        if not NAME.fullmatch(value):
-            raise ValueError("use 1 to 63 of a-z, 0-9 and _")
-        return value
+    _plain = field_validator("name")(plain)
 
 
 class Delivery(Section):

@@ -10,7 +10,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-NAME = re.compile(r"[a-z0-9_]{1,63}")
+_NAME = re.compile(r"[a-z0-9_]{1,63}")
+
+
+def plain(value: str) -> str:
+    """A name that Postgres takes for a slot, and that needs no quotes anywhere."""
+    if not _NAME.fullmatch(value):
+        raise ValueError("a name has 1 to 63 of a-z, 0-9 and _")
+    return value
 
 
 def seconds(value: Any) -> Any:

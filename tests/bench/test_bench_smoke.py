@@ -66,10 +66,11 @@ def test_streaming_and_polling_side_by_side_lose_nothing(tmp_path: Path) -> None
 
 
 def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> None:
-    sizes = ("--rows", str(ROWS), "--rate", "200", "--seconds", "2")
+    sizes = ("--rows", str(ROWS), "--rate", "200", "--per-transaction", "5", "--seconds", "2")
     report = _bench("--quick", "--mode", "stream-pgoutput", "--scenario", "steady", "--scenario", "kill", *sizes)
     steady, kill = report["measurements"]
     assert steady["stored"] == steady["rows"] > 0
+    assert steady["rows"] % 5 == 0  # whole transactions
     assert (steady["duplicates_seen"], steady["missing"]) == (0, 0)
     assert 0 < steady["latency"]["events"] <= steady["rows"]
     assert 0 < steady["latency"]["p50_ms"] <= steady["latency"]["p99_ms"] <= steady["latency"]["max_ms"]

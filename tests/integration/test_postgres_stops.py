@@ -182,6 +182,23 @@ async def test_a_walsender_whose_socket_libpq_has_closed(
         loop.remove_reader(ours)
 
 
+async def test_a_walsender_that_nobody_reads_leaves_the_loop_alone(database: Database, prefix: str) -> None:
+    """Back-pressure: what waits in the socket must not wake the loop again and again. Reading, it is watched again."""
+    config = Config.model_validate({"database": {"dsn": database.dsn}})
+    wal = await WalSender.connect(config.database, "test", timeout=60, lock_timeout=60)
+    start = await wal.create_slot(prefix, "pgoutput")
+    await wal.start(prefix, start, {"proto_version": "1", "publication_names": "none"})
+    for _ in range(2):
+        wal.send_status(start, start, reply=True)
+        assert await wal.readable(600)
+        await eventually(lambda: wal._watched is None, "it is watched no more")
+        while not wal.exhausted:
+            wal.take(1000, 1 << 20)
+        wal.exhausted = False
+    assert not await wal.readable(0.1)  # silence; the timer of the waits before is still under way
+    wal.close()
+
+
 async def test_a_walsender_closed_while_somebody_waits_for_it(database: Database) -> None:
     """The number of its socket is free then: whoever gets it must be heard."""
     config = Config.model_validate({"database": {"dsn": database.dsn}})

@@ -65,8 +65,8 @@ def test_all_faults_are_told_at_once_each_with_its_path(tmp_path: Path) -> None:
     """
     found = faults(toml, tmp_path, RELAY_LOG__LEVEL="loud", RELAY_SORUCE__SLOT="x")
     for path in (
-        "relay.name: use 1 to 63",
-        "source.slot: a slot name",
+        "relay.name: a name has 1 to 63",
+        "source.slot: a name has 1 to 63",
         "source.speed: unknown key",
         "delivery.max_in_flight_events: ",
         "delivery.max_in_flight_bytes: not a size",
