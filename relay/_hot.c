@@ -1,9 +1,10 @@
-/* The hot path in C: pgoutput Insert messages → Events, Events → fenced NATS frames.
+/* The hot path in C: Inserts, of pgoutput and of wal2json, → Events; Events → fenced NATS frames.
  *
  * Optional: without it everything works the same, only slower. The Python code is the reference; what is written here
  * covers the shapes that nearly every row has, and declines the rest: it stops in front of a message or event that it is
  * not sure of, and Python goes on from there (and finds the words for what is wrong). So nothing here raises for bad
- * data, and nothing here may ever accept what Python refuses. tests/unit/test_hot.py compares the two.
+ * data, and nothing here may ever accept what Python refuses. tests/unit/test_hot.py and test_hot_wal2json.py compare
+ * the two.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -11,7 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_hot_json.h"
+
 #define MAX_WIDTH 64
+#define KEPT_SCRATCH (1 << 20) /* bytes that a Reader keeps from one call to the next */
 #define XLOG_HEADER 25 /* of XLogData: 'w', two LSNs, a time */
 #define EVENT_FIELDS 9 /* id, topic, key, header_names, header_values, body, table, transaction, ordinal */
 
@@ -19,16 +23,14 @@ enum { EVENT_ID = -1, POSITION = -2 };       /* in place of a place, among the h
 enum { RAW = 0, TEXT = 1, TIMESTAMPTZ = 2 }; /* how a cell enters the body */
 
 typedef struct {
-    const char *at; /* NULL: SQL NULL */
-    Py_ssize_t size;
-} Cell;
-
-typedef struct {
     PyObject_HEAD
     PyTypeObject *event;     /* the NamedTuple */
     PyObject *names, *table; /* what all events of the table share */
     PyObject *topics;        /* dict: cell, or tuple of cells, that decide the topic → topic; filled by Python */
-    uint32_t oid;
+    uint32_t oid;            /* pgoutput's name of the table */
+    PyObject *between[MAX_WIDTH + 1]; /* of wal2json: the bytes before, between and behind the values; else NULL */
+    char *scratch;                    /* the texts of one message without their escapes */
+    Py_ssize_t scratch_size;
     int columns, width;
     int slots[MAX_WIDTH]; /* place of each column, -1: not wanted */
     int id, row_headers, key, otherwise; /* places */
@@ -62,7 +64,7 @@ cell_bytes(Reader *self, const Cell *cells, int place)
     return fresh;
 }
 
-/* 1: the row is in `cells`; 0: not a row that is read here. */
+/* 1: the row is in `cells`; 0: not a row that is read here. Of pgoutput. */
 static int
 split(const Reader *self, const unsigned char *data, Py_ssize_t size, Cell *cells)
 {
@@ -90,6 +92,38 @@ split(const Reader *self, const unsigned char *data, Py_ssize_t size, Cell *cell
         at += length;
     }
     return at == end;
+}
+
+/* The same of wal2json: the message must have the known bytes around its values, to the last one. The cells point into
+ * the message and into the scratch memory. 0 with an exception: no memory. */
+static int
+split_json(Reader *self, const char *data, Py_ssize_t size, Cell *cells)
+{
+    if (size < XLOG_HEADER || data[0] != 'w')
+        return 0;
+    if (size > self->scratch_size) {
+        char *larger = PyMem_Realloc(self->scratch, size);
+        if (!larger) {
+            PyErr_NoMemory();
+            return 0;
+        }
+        self->scratch = larger;
+        self->scratch_size = size;
+    }
+    const char *at = data + XLOG_HEADER, *end = data + size;
+    char *room = self->scratch;
+    memset(cells, 0, sizeof(Cell) * self->width);
+    for (int i = 0;; i++) {
+        at = skip(at, end, PyBytes_AS_STRING(self->between[i]), PyBytes_GET_SIZE(self->between[i]));
+        if (!at || i == self->columns)
+            return at == end;
+        Cell cell;
+        at = read_value(at, end, self->slots[i] >= 0, &room, &cell);
+        if (!at)
+            return 0;
+        if (self->slots[i] >= 0 && cell.at)
+            cells[self->slots[i]] = cell;
+    }
 }
 
 /* Whether JSON can quote the text without escapes; what is not ASCII must be proved to be UTF-8, so Python looks. */
@@ -284,8 +318,12 @@ Reader_read(Reader *self, PyObject *const *args, Py_ssize_t count)
     Cell cells[MAX_WIDTH];
     for (; at < PyList_GET_SIZE(messages); at++, ordinal++) {
         PyObject *data = PyList_GET_ITEM(messages, at);
-        if (!PyBytes_Check(data) ||
-            !split(self, (const unsigned char *)PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), cells))
+        if (!PyBytes_Check(data))
+            break;
+        const char *start = PyBytes_AS_STRING(data);
+        Py_ssize_t size = PyBytes_GET_SIZE(data);
+        if (!(self->between[0] ? split_json(self, start, size, cells)
+                               : split(self, (const unsigned char *)start, size, cells)))
             break;
         PyObject *event = make_event(self, cells, args[2], args[3], ordinal);
         if (!event)
@@ -294,6 +332,11 @@ Reader_read(Reader *self, PyObject *const *args, Py_ssize_t count)
         Py_DECREF(event);
         if (failed)
             break;
+    }
+    if (self->scratch_size > KEPT_SCRATCH) { /* one large message is no reason to keep so much for ever */
+        PyMem_Free(self->scratch);
+        self->scratch = NULL;
+        self->scratch_size = 0;
     }
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(at);
 }
@@ -322,12 +365,12 @@ places(PyObject *tuple, int *into, int lowest, int highest)
 static int
 Reader_init(Reader *self, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    PyObject *event, *slots, *topic_places, *values, *body;
+    PyObject *event, *between, *slots, *topic_places, *values, *body;
     unsigned int oid;
-    if (!PyArg_ParseTuple(args, "O!IO!iiiiiOUO!O!O!O!", &PyType_Type, &event, &oid, &PyTuple_Type, &slots, &self->width,
-                          &self->id, &self->row_headers, &self->key, &self->otherwise, &self->names, &self->table,
-                          &PyDict_Type, &self->topics, &PyTuple_Type, &topic_places, &PyTuple_Type, &values,
-                          &PyTuple_Type, &body)) {
+    if (!PyArg_ParseTuple(args, "O!IO!O!iiiiiOUO!O!O!O!", &PyType_Type, &event, &oid, &PyTuple_Type, &between,
+                          &PyTuple_Type, &slots, &self->width, &self->id, &self->row_headers, &self->key,
+                          &self->otherwise, &self->names, &self->table, &PyDict_Type, &self->topics, &PyTuple_Type,
+                          &topic_places, &PyTuple_Type, &values, &PyTuple_Type, &body)) {
         self->names = self->table = self->topics = NULL;
         return -1;
     }
@@ -351,6 +394,19 @@ Reader_init(Reader *self, PyObject *args, PyObject *Py_UNUSED(keywords))
     self->topic_count = self->columns < 0 ? -1 : places(topic_places, self->topic_places, 0, self->width);
     if (self->topic_count < 0)
         return -1;
+    Py_ssize_t known_parts = PyTuple_GET_SIZE(between);
+    if (known_parts && known_parts != self->columns + 1) {
+        PyErr_SetString(PyExc_ValueError, "there is one value between two parts of a message");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < known_parts; i++) {
+        PyObject *part = PyTuple_GET_ITEM(between, i);
+        if (!PyBytes_Check(part)) {
+            PyErr_SetString(PyExc_TypeError, "the parts of a message are bytes");
+            return -1;
+        }
+        self->between[i] = Py_NewRef(part);
+    }
     self->value_count = (int)PyTuple_GET_SIZE(values);
     for (int i = 0; i < self->value_count; i++) {
         PyObject *value = PyTuple_GET_ITEM(values, i);
@@ -392,6 +448,9 @@ Reader_dealloc(Reader *self)
         Py_XDECREF(self->literals[i]);
         Py_XDECREF(self->recent[i]);
     }
+    for (int i = 0; i <= MAX_WIDTH; i++)
+        Py_XDECREF(self->between[i]);
+    PyMem_Free(self->scratch);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -402,7 +461,7 @@ static PyMethodDef reader_methods[] = {
 };
 
 static PyType_Slot reader_slots[] = {
-    {Py_tp_doc, "Reads the Inserts of one relation."},
+    {Py_tp_doc, "Reads the Inserts of one table."},
     {Py_tp_init, Reader_init},
     {Py_tp_dealloc, Reader_dealloc},
     {Py_tp_methods, reader_methods},

@@ -26,7 +26,7 @@ frames: Frames | None = _native.frames if NATIVE else None
 
 
 class Reader(Protocol):
-    """Makes the events of one relation's Inserts."""
+    """Makes the events of one table's Inserts."""
 
     def read(
         self,
@@ -42,11 +42,24 @@ class Reader(Protocol):
 
 
 def reader(oid: int, binding: Binding, recipe: Recipe | None) -> Reader | None:
-    """For the relation `oid`; None where the table is not a usual one, or there is no C."""
+    """Of pgoutput's relation `oid`; None where the table is not a usual one, or there is no C."""
+    return _reader(oid, (), binding.slots, binding, recipe)
+
+
+def json_reader(
+    between: tuple[bytes, ...], slots: tuple[int, ...], binding: Binding, recipe: Recipe | None
+) -> Reader | None:
+    """Of wal2json's rows: the bytes before, between and behind their values, the place of each value; None likewise."""
+    return _reader(0, between, slots, binding, recipe)
+
+
+def _reader(
+    oid: int, between: tuple[bytes, ...], slots: tuple[int, ...], binding: Binding, recipe: Recipe | None
+) -> Reader | None:
     if _native is None or recipe is None:
         return None
     try:
-        made: Reader = _native.Reader(Event, oid, binding.slots, binding.width, *recipe)
+        made: Reader = _native.Reader(Event, oid, between, slots, binding.width, *recipe)
     except ValueError:  # wider than it can take
         return None
     return made

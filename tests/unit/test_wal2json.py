@@ -44,7 +44,8 @@ def row(table: str = "public.outbox_events", types: dict[str, int] | None = None
     values = {"id": "e1", "event_type": "t", "topic": "a.b", "payload": "{}"} | values
     kinds = COLUMNS | (types or {})
     columns = [{"name": column, "typeoid": kinds[column], "value": value} for column, value in values.items()]
-    return message({"action": "I", "lsn": "0/80", "schema": schema, "table": name, "columns": columns})
+    head = {"action": "I", "xid": 7, "timestamp": BEGIN["timestamp"], "lsn": "0/80"}
+    return message({**head, "schema": schema, "table": name, "columns": columns})
 
 
 def decoder(catalogue: Catalogue = NOTHING, skip: Sample | None = None, **outbox: Any) -> Wal2jsonDecoder:
