@@ -54,7 +54,7 @@ services: $(READY) ## install or fetch what the tests' servers need and .venv do
 	fi
 
 # Readable by others (umask): as root, Postgres runs from here under another user.
-$(READY): requirements-dev.txt pyproject.toml hatch_build.py relay/_hot.c relay/_hot_json.h
+$(READY): requirements-dev.txt pyproject.toml hatch_build.py $(wildcard relay/_*.[ch])
 	@echo "→ .venv: Python packages at locked versions"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=…")'
 	@umask 022; \

@@ -27,8 +27,9 @@ import structlog
 from relay import config
 from relay.errors import EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Rejected
+from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing
-from relay.sink.kafka_session import Content, Flight, Lane, Logs, Session
+from relay.sink.kafka_session import Lane, Logs, Session
 from relay.sink.kafka_topics import create_topics
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,9 @@
 """One Kafka producer from its making to its end: it hands over in order, counts acknowledgements, and fails as a whole.
 
-The thread here only serves delivery reports and owns the producer's end; everything else runs on the loop. After the
-first failure nothing is handed over any more, and every flight learns exactly what was not acknowledged.
+The thread here only serves librdkafka's callbacks and owns the producer's end; everything else runs on the loop. Where
+there is a tally (`kafka_tally`), batches are handed over and acknowledgements are counted in C; elsewhere every event
+has a delivery report. After the first failure nothing is handed over any more, and every flight learns exactly what was
+not acknowledged.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import structlog
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from relay.errors import AuthError, ConfigError, EventRejected, RelayError, SinkUnavailable
-from relay.event import Batch, Event, Rejected
+from relay.event import Batch, Event
+from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_partition import HASHES
 from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, translate
+from relay.sink.kafka_tally import LIBRARY, Tally, tally
 
 log = structlog.get_logger(__name__)
-
-Content = tuple[str, bytes | None, bytes | None]  # topic, key, body: what a delivery report tells of an event
 
 Lane = tuple[str, bytes]  # topic and key: what has an order
 
@@ -57,58 +59,11 @@ class Logs:
             log.log(min(level, logging.WARNING), "librdkafka.said", facility=facility, text=text)
 
 
-class Flight:
-    """One batch on its way: how many acknowledgements are in, and what was not delivered.
+class Contact(NamedTuple):
+    """The first event to a partition in a session: until it is acknowledged, it travels alone."""
 
-    The report thread writes `acked` and reads `target`, the loop the other way round; whoever sees them equal finishes.
-    """
-
-    __slots__ = ("acked", "at", "batch", "failed", "future", "lost", "rejected", "session", "target")
-
-    def __init__(self, session: Session, batch: Batch) -> None:
-        self.session = session
-        self.batch = batch
-        self.at = 0  # events handed to librdkafka, or rejected
-        self.target = len(batch.events)
-        self.acked = 0
-        self.failed = 0
-        self.rejected: list[Rejected] = []
-        self.lost: set[Content] = set()
-        self.future: asyncio.Future[Sequence[Rejected]] = session.loop.create_future()
-
-    def delivered(self, error: Any, message: Any) -> None:
-        """Delivery report; runs on the report thread, once per event."""
-        if error is None:
-            self.acked += 1
-            if self.acked == self.target:
-                self.session.post(self.finish)
-        else:
-            self.failed += 1
-            content = (message.topic(), message.key(), message.value())
-            self.lost.add(content)
-            self.session.undelivered(self, error, content)
-
-    def reject(self, event: Event, reason: str) -> None:
-        self.rejected.append(Rejected(event, reason))
-        self.target -= 1
-        self.session.block(event)
-
-    def finish(self) -> None:
-        if not self.future.done():
-            self.future.set_result(self.rejected)
-        self.session.flights.discard(self)
-
-    def fail(self, error: RelayError) -> None:
-        """Keep what is not known to be durable: reported as lost, rejected (to be said again), or never handed over."""
-        if not self.future.done():
-            events = self.batch.events
-            if self.acked + self.failed == self.at - len(self.rejected):  # else reports are missing: all is unknown
-                refused = {id(item.event) for item in self.rejected}
-                kept = [e for e in events[: self.at] if id(e) in refused or (e.topic, e.key, e.body) in self.lost]
-                self.batch.events = kept + events[self.at :]
-            self.future.set_exception(error)
-            self.future.exception()  # the publisher may be gone; then nobody else asks
-        self.session.flights.discard(self)
+    topic: str
+    partition: int
 
 
 class Session:
@@ -142,13 +97,25 @@ class Session:
         self.ended = asyncio.Event()
         options = dict(options)
         options["debug"] = ",".join(filter(None, (str(options.get("debug", "")), "eos")))
+        self.tally: Tally | None = None
+        self._slots: dict[int, tuple[Flight, Contact | None]] = {}
         if careful:
             options["enable.gapless.guarantee"] = False  # one at a time leaves no gaps, and a refusal is not the end
+        else:
+            self.tally = tally()
+        if self.tally is not None:
+            plugins = (options.get("plugin.library.paths"), LIBRARY)
+            options["plugin.library.paths"] = ";".join(str(path) for path in plugins if path)
+            self.tally.arm()
         try:
             self.producer = Producer({**options, "error_cb": self._complained, "logger": self.logs})
         except (KafkaException, TypeError, ValueError) as exc:
             reason = exc.args[0].str() if isinstance(exc, KafkaException) else str(exc)
             raise ConfigError([f"sink.kafka.options: {reason}"]) from None
+        if self.tally is not None and self.tally.armed():
+            self.loop.add_reader(self.tally.fileno(), self._hear)
+        else:
+            self.tally = None
         self.thread = threading.Thread(target=self._run, name="relay-kafka-reports", daemon=True)
         self.thread.start()
 
@@ -259,6 +226,10 @@ class Session:
     def _settle(self) -> None:
         error = self.error or SinkUnavailable("Kafka sink was closed")
         self.error = error
+        if self.tally is not None:
+            self.loop.remove_reader(self.tally.fileno())
+            for slot in list(self._slots):
+                self._look(slot)
         for flight in list(self.flights):
             flight.fail(error)
         if not self.opened.done():
@@ -281,9 +252,49 @@ class Session:
     def launch(self, batch: Batch) -> Flight:
         if self.ended.is_set():
             raise self.error or SinkUnavailable("Kafka sink was closed")
-        flight = Flight(self, batch)
+        flight = Flight(self, batch, -1 if self.tally is None else self.tally.launch())
         self.flights.add(flight)
+        if self.tally is not None:
+            self._slots[flight.slot] = flight, None
         return flight
+
+    def land(self, flight: Flight) -> None:
+        """It is over."""
+        self.flights.discard(flight)
+        self._leave(flight.slot)
+
+    def _leave(self, slot: int) -> None:
+        """The slot is free for another one, unless there may still be reports for it."""
+        if self.tally is not None and self._slots.pop(slot, None) is not None:
+            with contextlib.suppress(ValueError):
+                self.tally.clear(slot)
+
+    def _hear(self) -> None:
+        assert self.tally is not None
+        for slot in self.tally.news():
+            self._look(slot)
+
+    def _look(self, slot: int) -> None:
+        """What C has counted, and what it knows to have failed."""
+        assert self.tally is not None
+        flight, contact = self._slots.get(slot, (None, None))
+        if flight is None or flight.future.done():
+            return
+        acked, failures = self.tally.report(slot)
+        for at, code in failures:
+            if at not in flight.missing:
+                flight.missing.add(at)
+                event = flight.batch.events[at]
+                self.undelivered(flight, KafkaError(code), (event.topic, event.key, event.body))
+        if contact is None:
+            flight.counted = acked
+        elif acked:
+            flight.acked += 1
+            self._established(contact)
+            self._leave(slot)
+            self.moved.set()
+        if flight.complete:
+            flight.finish()
 
     def produce(self, flight: Flight) -> str:
         """Hand over what librdkafka takes, in order. Returns "" when that is all, else what is in the way."""
@@ -291,36 +302,74 @@ class Session:
             if self._shut:
                 return "session"
             obstacle = self._hand_over(flight)
-        if not obstacle and flight.acked == flight.target:
+        if not obstacle and self.tally is not None:
+            self.tally.seal(flight.slot)
+        if not obstacle and flight.complete:
             flight.finish()
         return obstacle
 
     def _hand_over(self, flight: Flight) -> str:
-        produce, report, ready, blocked = self.producer.produce, flight.delivered, self.ready, self.blocked
-        for event in flight.batch.events[flight.at :] if flight.at else flight.batch.events:
-            _id, topic, key, names, values, body, _table, _transaction, _ordinal = event
-            try:
-                if topic not in ready:
-                    if obstacle := self._first_contact(flight, event):
-                        return obstacle
-                elif not blocked or not self._behind(flight, event):
-                    produce(topic, body, key, -1, report, None, 0, list(zip(names.names, values)))  # noqa: B905
-            except BufferError:
-                return "room"
-            except KafkaException as exc:
-                failure = translate(exc.args[0], "Kafka did not take an event")
-                if not isinstance(failure, EventRejected):
-                    self.fail(failure)
-                    return "session"
-                flight.reject(event, str(failure))
-            except ValueError as exc:  # a NUL or a lone surrogate in a name
-                flight.reject(event, f"cannot be written to Kafka: {exc}")
+        events = flight.batch.events
+        while flight.at < len(events):
+            if self.tally is not None and not self.blocked:
+                flight.at, _ = self.tally.produce(flight.slot, events, flight.at, len(events), self.ready)
+                if flight.at == len(events):
+                    break
+            event = events[flight.at]  # not ready, or it will be told why not
+            obstacle = ""
+            if event.topic not in self.ready:
+                obstacle = self._first_contact(flight, event)
+            elif not self.blocked or not self._behind(flight, event):
+                obstacle = self._send(flight, event)
+            if obstacle:
+                return obstacle
             flight.at += 1
         return ""
 
+    def _send(self, flight: Flight, event: Event, contact: Contact | None = None) -> str:
+        """Hand over one event: the one at `flight.at`."""
+        if self.tally is not None:
+            return self._send_counted(self.tally, flight, event, contact)
+        report = flight.delivered if contact is None else functools.partial(self._contacted, flight, contact)
+        try:
+            self.producer.produce(event.topic, event.body, event.key, -1, report, None, 0, [*event.headers()])
+        except BufferError:
+            return "room"
+        except KafkaException as exc:
+            return self._not_taken(flight, event, exc.args[0])
+        except ValueError as exc:  # a NUL or a lone surrogate in a name
+            flight.reject(event, f"cannot be written to Kafka: {exc}")
+        return ""
+
+    def _send_counted(self, tally: Tally, flight: Flight, event: Event, contact: Contact | None) -> str:
+        """The same through C; a contact has a slot of its own, so that its acknowledgement is news."""
+        slot = flight.slot if contact is None else tally.launch()
+        at, code = tally.produce(slot, flight.batch.events, flight.at, flight.at + 1, {event.topic})
+        if contact is not None and at == flight.at:
+            tally.clear(slot)
+        elif contact is not None:
+            self._slots[slot] = flight, contact
+            tally.seal(slot)
+        if code:
+            return self._not_taken(flight, event, KafkaError(code))
+        if at == flight.at:
+            flight.reject(event, "cannot be written to Kafka: a name in it is not a text without NUL")
+        return ""
+
+    def _not_taken(self, flight: Flight, event: Event, error: Any) -> str:
+        """By librdkafka itself, before any broker saw it."""
+        if error.code() == KafkaError._QUEUE_FULL:  # noqa: SLF001  part of the public interface
+            return "room"
+        failure = translate(error, "Kafka did not take an event")
+        if isinstance(failure, EventRejected):
+            flight.reject(event, str(failure))
+            return ""
+        self.fail(failure)
+        return "session"
+
     def _first_contact(self, flight: Flight, event: Event) -> str:
         """The same for topics that are new to this session: the first event to a partition travels alone."""
-        topic, key, report = event.topic, event.key, flight.delivered
+        topic, key = event.topic, event.key
         partitions = self.topics.get(topic)
         if partitions is None and legal_topic(topic):
             return "topic"
@@ -329,35 +378,33 @@ class Session:
             return ""
         if self.blocked and self._behind(flight, event):
             return ""
+        if key is None:
+            return self._send(flight, event)
         contacts = self._contacts.setdefault(topic, {})
-        partition = -1
-        if key is not None:
-            partition = self._hash(key) % partitions
-            known = contacts.get(partition)
-            if known is False:
-                return "contact"
-            if known is None:
-                contacts[partition] = False
-                report = functools.partial(self._contacted, flight, topic, partition)
-        try:
-            self.producer.produce(topic, event.body, key, -1, report, None, 0, [*event.headers()])
-        except BaseException:
-            if contacts.get(partition) is False:
-                del contacts[partition]
-            raise
-        return ""
+        partition = self._hash(key) % partitions
+        if partition in contacts:
+            return self._send(flight, event) if contacts[partition] else "contact"
+        contacts[partition] = False
+        rejected = len(flight.rejected)
+        obstacle = self._send(flight, event, Contact(topic, partition))
+        if obstacle or len(flight.rejected) > rejected:  # it was not sent
+            del contacts[partition]
+        return obstacle
 
-    def _contacted(self, flight: Flight, topic: str, partition: int, error: Any, message: Any) -> None:
+    def _contacted(self, flight: Flight, contact: Contact, error: Any, message: Any) -> None:
         """Delivery report of the first event to a partition; on the report thread."""
         if error is None:
-            contacts = self._contacts[topic]
-            contacts[partition] = True
-            if len(contacts) >= self.topics[topic] and all(contacts.values()):
-                self.ready.add(topic)
+            self._established(contact)
         elif self.careful:
-            del self._contacts[topic][partition]  # refused, and the session goes on: the next one is the first
+            del self._contacts[contact.topic][contact.partition]  # refused, and the session goes on: the next is first
         self.post(self.moved.set)
         flight.delivered(error, message)
+
+    def _established(self, contact: Contact) -> None:
+        contacts = self._contacts[contact.topic]
+        contacts[contact.partition] = True
+        if len(contacts) >= self.topics[contact.topic] and all(contacts.values()):
+            self.ready.add(contact.topic)
 
     def block(self, event: Event) -> None:
         if event.key is not None:

@@ -17,7 +17,9 @@ from relay.embedded import KafkaServer
 from relay.embedded.process import free_port
 from relay.errors import AuthError, ConfigError, OperatorError, SetupError, SinkUnavailable
 from relay.event import Batch, Event
+from relay.sink import kafka_session, kafka_tally
 from relay.sink.kafka import KafkaSink
+from relay.sink.kafka_flight import Flight
 from tests.fix_kafka import Kafka
 from tests.sinks import (
     batch_of,
@@ -33,9 +35,13 @@ from tests.sinks import (
 OpenSink = Callable[..., Awaitable[KafkaSink]]
 
 
-@pytest.fixture
-async def open_sink(kafka: Kafka) -> AsyncIterator[OpenSink]:
+@pytest.fixture(params=["c", "python"])
+async def open_sink(
+    kafka: Kafka, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[OpenSink]:
     """Opens sinks on the shared broker; closes them after the test, and looks whether a thread stayed behind."""
+    if request.param == "python":
+        monkeypatch.setattr(kafka_session, "tally", lambda: None)
     sinks: list[KafkaSink] = []
 
     async def open_one(options: dict[str, Any] | None = None, **section: Any) -> KafkaSink:
@@ -87,6 +93,31 @@ async def test_partitions_are_those_of_java_clients(kafka: Kafka, open_sink: Ope
     await sink.publish(batch_of([make_event(seq, topic=prefix, key=key) for seq, key in enumerate(keys)]))
     stored = {item.key: item.partition for item in await asyncio.to_thread(read_kafka, kafka.bootstrap, prefix)}
     assert stored == {key: (murmur2(key) & 0x7FFFFFFF) % 7 for key in keys}
+
+
+@pytest.mark.skipif(kafka_tally.LIBRARY is None, reason="the C part was not built: there is no C compiler")
+async def test_events_are_counted_in_c_without_a_report_in_python(
+    kafka: Kafka, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests of the C part would be tests of Python."""
+    monkeypatch.delattr(Flight, "delivered")
+    sink = KafkaSink(
+        config.Kafka(options={"bootstrap.servers": kafka.bootstrap}, topics=(prefix,), partitions=4, create_topics=True)
+    )
+    await sink.open()
+    try:
+        session = sink._session
+        assert session is not None
+        assert session.tally is not None
+        events = [make_event(seq, topic=prefix, key=b"k%d" % (seq % 40)) for seq in range(2000)]
+        assert await publish_overlapping(sink, batches_of(events, 100)) == []
+        assert prefix in session.ready
+        assert session.tally.launch() == 0  # all slots are free again
+    finally:
+        await sink.close()
+    stored = await asyncio.to_thread(read_kafka, kafka.bootstrap, prefix)
+    assert order_per_key(stored) == {b"k%d" % n: list(range(n, 2000, 40)) for n in range(40)}
+    assert {item.id: item.headers for item in stored} == {event.id: dict(event.headers()) for event in events}
 
 
 async def test_topics_seen_first_in_publish(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
@@ -185,13 +216,16 @@ async def test_a_message_set_too_large_for_the_topic_is_nobodys_fault(
     assert order_per_key(stored) == {b"k%d" % n: list(range(n, 300, 3)) for n in range(3)}
 
 
-async def test_a_compacted_topic_refuses_an_event_without_a_key(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+@pytest.mark.parametrize("culprits", [{5}, {3, 5, 6, 7}], ids=["one", "several"])  # the broker answers differently
+async def test_a_compacted_topic_refuses_an_event_without_a_key(
+    kafka: Kafka, open_sink: OpenSink, prefix: str, culprits: set[int]
+) -> None:
     topic = create_topic(kafka.bootstrap, prefix, cleanup_policy="compact")
     sink = await open_sink()
-    events = [make_event(seq, topic=topic, key=None if seq == 5 else b"k%d" % seq) for seq in range(10)]
-    assert await publish_all(sink, events) == [events[5]]
+    events = [make_event(seq, topic=topic, key=None if seq in culprits else b"k%d" % seq) for seq in range(10)]
+    assert await publish_all(sink, events) == [events[seq] for seq in sorted(culprits)]
     stored = await asyncio.to_thread(read_kafka, kafka.bootstrap, topic)
-    assert {item.seq for item in stored} == set(range(10)) - {5}
+    assert {item.seq for item in stored} == set(range(10)) - culprits
 
 
 async def test_cancelled_publish_leaves_no_gap(open_sink: OpenSink, kafka: Kafka, prefix: str) -> None:

@@ -21,7 +21,7 @@ from relay import config
 from relay.embedded.process import free_port
 from relay.errors import SetupError, SinkUnavailable
 from relay.event import Event
-from relay.sink import Sink, console
+from relay.sink import Sink, console, kafka_session
 from tests.sinks import (
     Stored,
     batch_of,
@@ -153,6 +153,7 @@ def _broker(kind: str, server: Any, prefix: str) -> Broker:
 @pytest.fixture(
     params=[
         "kafka",
+        "kafka slow",
         "kafka exactly-once",
         "jetstream shared",
         "jetstream fenced",
@@ -161,7 +162,10 @@ def _broker(kind: str, server: Any, prefix: str) -> Broker:
         "console",
     ]
 )
-async def broker(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[Broker]:
+async def broker(request: pytest.FixtureRequest, prefix: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Broker]:
+    """`slow`: in Python alone."""
+    if request.param == "kafka slow":
+        monkeypatch.setattr(kafka_session, "tally", lambda: None)
     if request.param == "console":
         stream = io.BytesIO()
 
@@ -178,10 +182,21 @@ async def broker(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[B
 
 
 @pytest.fixture(
-    params=["kafka", "kafka exactly-once", "jetstream shared", "jetstream fenced", "jetstream fenced atomic"]
+    params=[
+        "kafka",
+        "kafka slow",
+        "kafka exactly-once",
+        "jetstream shared",
+        "jetstream fenced",
+        "jetstream fenced atomic",
+    ]
 )
-async def fragile(request: pytest.FixtureRequest, prefix: str) -> AsyncIterator[Broker]:
+async def fragile(
+    request: pytest.FixtureRequest, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Broker]:
     """A broker of the test's own, to break."""
+    if request.param == "kafka slow":
+        monkeypatch.setattr(kafka_session, "tally", lambda: None)
     fixture = "own_nats" if request.param.startswith("jetstream") else "own_kafka"
     made = _broker(request.param, request.getfixturevalue(fixture), prefix)
     await made.sink.open()
