@@ -102,6 +102,7 @@ typedef struct { /* lives as long as its Tally and its librdkafka do, whoever is
     rd_kafka_t *kafka;
     Slot *slots;
     long slot_count, slot_room;
+    long lowest; /* all slots before it are used */
     long *news; /* slots with something to say */
     long news_count, news_room;
     int broken; /* out of memory: nothing can be said of what is missing here, and nothing is */
@@ -306,8 +307,8 @@ static PyObject *
 Tally_launch(Tally *self, PyObject *Py_UNUSED(none))
 {
     Count *count = self->count;
-    long number = 0;
     pthread_mutex_lock(&count->lock);
+    long number = count->lowest;
     while (number < count->slot_count && count->slots[number].used)
         number++;
     int fits = number < count->slot_count ||
@@ -316,6 +317,7 @@ Tally_launch(Tally *self, PyObject *Py_UNUSED(none))
         if (number == count->slot_count)
             count->slots[count->slot_count++] = (Slot){0};
         count->slots[number].used = 1;
+        count->lowest = number + 1;
     }
     pthread_mutex_unlock(&count->lock);
     return fits ? PyLong_FromLong(number) : PyErr_NoMemory();
@@ -348,6 +350,7 @@ c_text(PyObject *text)
 typedef struct { /* an event as librdkafka wants it */
     Argument *arguments; /* TOPIC, KEY, VALUE, OPAQUE, FLAGS, then the headers */
     PyObject *topic, *header_names, *names; /* what the arguments hold now; `names` is owned */
+    PyObject *keys; /* which may go to the topic; None: all */
     Py_ssize_t room;
 } Draft;
 
@@ -391,7 +394,7 @@ put(Argument *argument, int type, PyObject *bytes)
     argument->as.bytes.size = bytes == Py_None ? 0 : PyBytes_GET_SIZE(bytes);
 }
 
-/* How many arguments describe the event; 0: it cannot be written, or its topic is not ready, or an exception. */
+/* How many arguments describe the event; 0: it cannot be written, or it is not ready, or an exception. */
 static Py_ssize_t
 describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark)
 {
@@ -408,9 +411,12 @@ describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark)
     if (topic != draft->topic) {
         draft->topic = topic;
         arguments[0].type = TOPIC;
-        arguments[0].as.text = PyUnicode_Check(topic) && PySet_Contains(ready, topic) == 1 ? c_text(topic) : NULL;
+        draft->keys = PyUnicode_Check(topic) ? PyDict_GetItemWithError(ready, topic) : NULL;
+        arguments[0].as.text = draft->keys ? c_text(topic) : NULL;
     }
     if (!arguments[0].as.text)
+        return 0;
+    if (key != Py_None && draft->keys != Py_None && !(PySet_Check(draft->keys) && PySet_Contains(draft->keys, key) == 1))
         return 0;
     put(&arguments[1], KEY, key);
     put(&arguments[2], VALUE, body);
@@ -441,8 +447,9 @@ unsend(Count *count, long number, uint32_t index)
 }
 
 PyDoc_STRVAR(produce_doc, "produce(slot, events, at, stop, ready) -> (at, code)\n\n"
-                          "Hand over the events from `at` up to `stop` as long as their topics are in `ready`; returns\n"
-                          "where it stopped, and librdkafka's code if it does not take that event, else 0.");
+                          "Hand over the events from `at` up to `stop` as long as their topics are in `ready`, and their\n"
+                          "keys among the topic's (None: all); returns where it stopped, and librdkafka's code if it\n"
+                          "does not take that event, else 0.");
 
 static PyObject *
 Tally_produce(Tally *self, PyObject *args)
@@ -450,7 +457,7 @@ Tally_produce(Tally *self, PyObject *args)
     long number;
     Py_ssize_t at, stop;
     PyObject *events, *ready;
-    if (!PyArg_ParseTuple(args, "lO!nnO!", &number, &PyList_Type, &events, &at, &stop, &PySet_Type, &ready))
+    if (!PyArg_ParseTuple(args, "lO!nnO!", &number, &PyList_Type, &events, &at, &stop, &PyDict_Type, &ready))
         return NULL;
     Count *count = self->count;
     if (!count->kafka || at < 0) {
@@ -567,6 +574,8 @@ Tally_clear(Tally *self, PyObject *number)
                 count->news[i--] = count->news[--count->news_count];
         free(slot->failures);
         *slot = (Slot){0};
+        if (slot - count->slots < count->lowest)
+            count->lowest = slot - count->slots;
     }
     pthread_mutex_unlock(&count->lock);
     if (complete)

@@ -190,7 +190,7 @@ def jetstream(address: str, name: str, notes: Notes) -> None:
 
 
 def kafka(address: str, name: str, notes: Notes) -> None:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition  # noqa: PLC0415
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition  # noqa: PLC0415
 
     from relay.bench.broker import topic  # noqa: PLC0415
 
@@ -202,15 +202,19 @@ def kafka(address: str, name: str, notes: Notes) -> None:
     first = consumer.poll(1.0)  # connects
     print("ready", flush=True)
     left = set(partitions)
+
+    def bodies(messages: list[Message]) -> Iterator[bytes]:
+        for each in messages:
+            if (error := each.error()) is None:
+                yield each.value() or b""
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  its public name
+                left.discard(each.partition() or 0)
+                notes.complete = not notes.live and not left
+
     while not notes.done:
         message, first = first if first is not None else consumer.poll(0.1), None
-        if message is None:
-            continue
-        if (error := message.error()) is None:
-            notes.arrivals(iter([message.value() or b""]))
-        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  its public name
-            left.discard(message.partition() or 0)
-            notes.complete = not notes.live and not left
+        if message is not None:  # and what came with it, at much less than a poll for each
+            notes.arrivals(bodies([message, *consumer.consume(1000, 0)]))
     consumer.close()
 
 

@@ -25,7 +25,7 @@ class Relay(Section):
 
 class Delivery(Section):
     max_in_flight_events: int = Field(
-        2000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most."
+        5000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most."
     )
     max_in_flight_bytes: Size = Field(16 * 2**20, description="Bytes read but not yet acknowledged, at most.")
     max_batch_events: int = Field(500, ge=1, description="Events that travel together, at most.")

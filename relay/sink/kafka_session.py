@@ -26,7 +26,7 @@ from relay.event import Batch, Event
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_partition import HASHES
 from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, translate
-from relay.sink.kafka_tally import LIBRARY, Tally, tally
+from relay.sink.kafka_tally import LIBRARY, Ready, Tally, tally
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +34,8 @@ Lane = tuple[str, bytes]  # topic and key: what has an order
 
 _AFTER = re.compile(r" \(after \d+ms.*")
 _TICK = 0.1  # how soon the report thread notices that it shall end
+_KEYS = 10_000  # of a topic that is not wholly ready; those beyond take the longer way
+_NONE: set[bytes] = set()
 _GRACE = 1.0  # how long events that are already on the wire may still be acknowledged after a failure
 
 
@@ -78,7 +80,7 @@ class Session:
         self.connect_timeout = connect_timeout
         self.flights: set[Flight] = set()
         self.topics: dict[str, int] = {}  # how many partitions each has
-        self.ready: set[str] = set()  # topics of which every partition has acknowledged something in this session
+        self.ready: Ready = {}  # topics of which every partition has acknowledged something; else keys that go to one
         self._contacts: dict[
             str, dict[int, bool]
         ] = {}  # of the others: partitions that got, or acknowledged, their first
@@ -317,7 +319,7 @@ class Session:
                     break
             event = events[flight.at]  # not ready, or it will be told why not
             obstacle = ""
-            if event.topic not in self.ready:
+            if self.ready.get(event.topic, _NONE) is not None:
                 obstacle = self._first_contact(flight, event)
             elif not self.blocked or not self._behind(flight, event):
                 obstacle = self._send(flight, event)
@@ -344,7 +346,7 @@ class Session:
     def _send_counted(self, tally: Tally, flight: Flight, event: Event, contact: Contact | None) -> str:
         """The same through C; a contact has a slot of its own, so that its acknowledgement is news."""
         slot = flight.slot if contact is None else tally.launch()
-        at, code = tally.produce(slot, flight.batch.events, flight.at, flight.at + 1, {event.topic})
+        at, code = tally.produce(slot, flight.batch.events, flight.at, flight.at + 1, {event.topic: None})
         if contact is not None and at == flight.at:
             tally.clear(slot)
         elif contact is not None:
@@ -379,11 +381,17 @@ class Session:
         if self.blocked and self._behind(flight, event):
             return ""
         if key is None:
+            self.ready.setdefault(topic, set())
             return self._send(flight, event)
         contacts = self._contacts.setdefault(topic, {})
         partition = self._hash(key) % partitions
+        if contacts.get(partition) is False:
+            return "contact"
         if partition in contacts:
-            return self._send(flight, event) if contacts[partition] else "contact"
+            keys = self.ready[topic]
+            if keys is not None and len(keys) < _KEYS:
+                keys.add(key)
+            return self._send(flight, event)
         contacts[partition] = False
         rejected = len(flight.rejected)
         obstacle = self._send(flight, event, Contact(topic, partition))
@@ -404,7 +412,9 @@ class Session:
         contacts = self._contacts[contact.topic]
         contacts[contact.partition] = True
         if len(contacts) >= self.topics[contact.topic] and all(contacts.values()):
-            self.ready.add(contact.topic)
+            self.ready[contact.topic] = None
+        else:
+            self.ready.setdefault(contact.topic, set())
 
     def block(self, event: Event) -> None:
         if event.key is not None:

@@ -24,6 +24,10 @@ if _native is not None and ";" not in _native.__file__ and _native.find(cimpl.__
 """What `plugin.library.paths` must name for a producer to be counted; None where nothing can count."""
 
 
+Ready = dict[str, set[bytes] | None]
+"""Topics, and which of their keys may be sent without more ado; None: all. Events without a key always may."""
+
+
 class Tally(Protocol):
     """Of one producer. A batch has a slot from `launch` to `clear`."""
 
@@ -39,11 +43,11 @@ class Tally(Protocol):
     def launch(self) -> int:
         """A slot."""
 
-    def produce(self, slot: int, events: Sequence[Event], at: int, stop: int, ready: set[str], /) -> tuple[int, int]:
-        """Hand over the events from `at` up to `stop`, as long as their topics are in `ready`.
+    def produce(self, slot: int, events: Sequence[Event], at: int, stop: int, ready: Ready, /) -> tuple[int, int]:
+        """Hand over the events from `at` up to `stop`, as long as they are ready.
 
-        Returns where it stopped, and librdkafka's code if it does not take that event. 0: the topic is not ready, or
-        the event cannot be written at all.
+        Returns where it stopped, and librdkafka's code if it does not take that event. 0: it is not ready, or cannot be
+        written at all.
         """
 
     def seal(self, slot: int, /) -> None:

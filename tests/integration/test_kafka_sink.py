@@ -111,13 +111,28 @@ async def test_events_are_counted_in_c_without_a_report_in_python(
         assert session.tally is not None
         events = [make_event(seq, topic=prefix, key=b"k%d" % (seq % 40)) for seq in range(2000)]
         assert await publish_overlapping(sink, batches_of(events, 100)) == []
-        assert prefix in session.ready
+        assert session.ready == {prefix: None}
         assert session.tally.launch() == 0  # all slots are free again
     finally:
         await sink.close()
     stored = await asyncio.to_thread(read_kafka, kafka.bootstrap, prefix)
     assert order_per_key(stored) == {b"k%d" % n: list(range(n, 2000, 40)) for n in range(40)}
     assert {item.id: item.headers for item in stored} == {event.id: dict(event.headers()) for event in events}
+
+
+async def test_few_keys_do_not_reach_all_partitions_and_are_counted_in_c_too(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    sink = await open_sink(topics=(prefix,), partitions=8)
+    keys = [b"a", b"b", None]
+    events = [make_event(seq, topic=prefix, key=keys[seq % 3]) for seq in range(600)]
+    assert await publish_overlapping(sink, batches_of(events, 50)) == []
+    assert sink._session is not None
+    assert sink._session.ready == {prefix: {b"a", b"b"}}
+    stored = await asyncio.to_thread(read_kafka, kafka.bootstrap, prefix)
+    assert {item.id for item in stored} == {event.id for event in events}
+    order = order_per_key(stored)
+    assert [order[b"a"], order[b"b"]] == [list(range(0, 600, 3)), list(range(1, 600, 3))]
 
 
 async def test_topics_seen_first_in_publish(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:

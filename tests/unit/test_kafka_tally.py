@@ -42,7 +42,7 @@ def plugin() -> dict[str, Any]:
 
 
 def produce(tally: kafka_tally.Tally, slot: int, events: list[Any], at: int = 0) -> tuple[int, int]:
-    return tally.produce(slot, events, at, len(events), {"orders"})
+    return tally.produce(slot, events, at, len(events), {"orders": None})
 
 
 def is_readable(tally: kafka_tally.Tally, timeout: float = 0.0) -> bool:
@@ -62,7 +62,7 @@ def test_events_that_librdkafka_gives_up_are_named_one_by_one() -> None:
     assert first != second
     events = [make_event(n) for n in range(5)]
     assert produce(tally, first, events) == (5, 0)
-    assert tally.produce(second, events, 3, 4, {"orders"}) == (4, 0)
+    assert tally.produce(second, events, 3, 4, {"orders": None}) == (4, 0)
     tally.seal(first)
     assert not is_readable(tally)
     assert tally.report(first) == (0, [])
@@ -139,6 +139,20 @@ def test_many_headers_are_taken() -> None:
     names = HeaderNames.of(tuple(f"h{n}" for n in range(500)))
     events = [make_event(0), make_event(1, header_names=names, header_values=(b"x",) * 500), make_event(2)]
     assert produce(tally, tally.launch(), events) == (3, 0)
+    producer.purge()
+    drain(producer)
+
+
+def test_a_topic_may_be_ready_for_some_keys() -> None:
+    tally, producer = counted_producer()
+    slot = tally.launch()
+    keys: list[bytes | None] = [b"a", None, b"b", b"a"]
+    events = [make_event(n, key=key) for n, key in enumerate(keys)]
+    ready: kafka_tally.Ready = {"orders": {b"a"}}
+    assert tally.produce(slot, events, 0, 4, ready) == (2, 0)
+    assert tally.produce(slot, events, 3, 4, ready) == (4, 0)
+    ready["orders"] = set()
+    assert tally.produce(slot, events, 0, 4, ready) == (0, 0)
     producer.purge()
     drain(producer)
 
