@@ -286,8 +286,11 @@ async def test_a_long_outage_is_waited_out(own_kafka: KafkaServer, prefix: str) 
 
 
 @pytest.mark.guarantee("G2")
+@pytest.mark.parametrize("own_key", [False, True], ids=["other key", "own key"])
 @pytest.mark.parametrize("warm", [False, True], ids=["first contact", "known producer"])
-async def test_nothing_overtakes_a_refused_message_set(own_kafka: KafkaServer, prefix: str, warm: bool) -> None:
+async def test_nothing_overtakes_a_refused_message_set(
+    own_kafka: KafkaServer, prefix: str, warm: bool, own_key: bool
+) -> None:
     """The broker wakes up with several message sets before it, of which it refuses the first."""
     topic = create_topic(own_kafka.bootstrap, prefix, max_message_bytes="20000")
     options: dict[str, Any] = {"bootstrap.servers": own_kafka.bootstrap, "batch.num.messages": 2}
@@ -300,12 +303,17 @@ async def test_nothing_overtakes_a_refused_message_set(own_kafka: KafkaServer, p
     )
     await sink.publish(batch_of([make_event(1000, topic=topic, key=culprits if warm else elsewhere)]))
     events = [make_event(seq, topic=topic, key=b"k", body=b"%d" % seq) for seq in range(100)]
-    events[0] = make_event(0, topic=topic, key=culprits, body=os.urandom(30_000))
+    events[0] = make_event(0, topic=topic, key=b"k" if own_key else culprits, body=os.urandom(30_000))
     own_kafka.freeze()
     asyncio.get_running_loop().call_later(0.5, own_kafka.thaw)
-    assert await publish_all(sink, events, 20) == [events[0]]
+    rejected = await publish_all(sink, events, 20)
     stored = first_occurrences(await asyncio.to_thread(read_kafka, own_kafka.bootstrap, topic))
-    assert order_per_key(stored)[b"k"] == list(range(1, 100))
+    assert rejected[0] == events[0]
+    if own_key:  # then nothing goes before it
+        assert order_per_key(stored).get(b"k", []) == []
+    else:
+        assert len(rejected) == 1
+        assert order_per_key(stored)[b"k"] == list(range(1, 100))
     await sink.close()
 
 
