@@ -277,10 +277,10 @@ class Session:
             self._look(slot)
 
     def _look(self, slot: int) -> None:
-        """What C has counted, and what it knows to have failed."""
+        """What C has counted, and what it knows to have failed; also where nobody waits for the flight any more."""
         assert self.tally is not None
         flight, contact = self._slots.get(slot, (None, None))
-        if flight is None or flight.future.done():
+        if flight is None:
             return
         acked, failures = self.tally.report(slot)
         for at, code in failures:

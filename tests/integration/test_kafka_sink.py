@@ -258,6 +258,27 @@ async def test_cancelled_publish_leaves_no_gap(open_sink: OpenSink, kafka: Kafka
     assert seqs == list(range(len(seqs)))
 
 
+async def test_a_first_event_that_nobody_waits_for_holds_nobody_up(own_kafka: KafkaServer, prefix: str) -> None:
+    """Its publish is cancelled while it travels alone; the sink stays open, and goes on when it was acknowledged."""
+    sink = KafkaSink(
+        config.Kafka(options={"bootstrap.servers": own_kafka.bootstrap}, topics=(prefix,), create_topics=True)
+    )
+    await sink.open()
+    own_kafka.freeze()
+    first = asyncio.create_task(sink.publish(batch_of([make_event(0, topic=prefix, key=b"k")])))
+    await asyncio.sleep(0)
+    assert not first.done()
+    first.cancel()
+    await asyncio.wait((first,))
+    own_kafka.thaw()
+    async with asyncio.timeout(60):
+        assert await sink.publish(batch_of([make_event(seq, topic=prefix, key=b"k") for seq in range(1, 10)])) == []
+    assert sink._session is not None
+    assert not sink._session.flights
+    await sink.close()
+    assert [item.seq for item in await asyncio.to_thread(read_kafka, own_kafka.bootstrap, prefix)] == list(range(10))
+
+
 async def _swallow(sink: KafkaSink, batch: Batch) -> BaseException | None:
     try:
         await sink.publish(batch)
