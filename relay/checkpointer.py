@@ -58,6 +58,7 @@ class Checkpointer:
         self._write_back = write_back
         self._saved_lsn, self._promoted, unseen = saved
         self._saved_sample_lsn = self._promoted.lsn
+        self._saved_unseen = bool(unseen)  # the saved snapshot does not see all that is acknowledged: save again
         self._saved_injections = pipeline.injections
         self._remembered_at = time.monotonic()
         self._remembered_events = progress.published_events
@@ -115,21 +116,22 @@ class Checkpointer:
             await self._save()
             return
         events_unsaved = self._pipeline.last_event_lsn > min(self._saved_lsn, self._saved_sample_lsn)
-        if not events_unsaved and acknowledged - self._saved_lsn < _IDLE_WAL:
+        if not (events_unsaved or self._saved_unseen) and acknowledged - self._saved_lsn < _IDLE_WAL:
             return
         if acknowledged == self._saved_lsn and promoted.lsn == self._saved_sample_lsn:
             return
         await self._save()
 
     async def _save(self) -> None:
-        if self._write_back is not None:
-            await self._write_back.caught_up()  # what is behind the checkpoint is never delivered, and marked, again
         # Together: a mark must not be newer than the LSN that it is saved with.
         acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.covered)
-        injections = self._pipeline.injections
-        await self._store.save(acknowledged, promoted, self.audit.unseen, marks=marks, readback=self._readback)
+        injections, unseen = self._pipeline.injections, self.audit.unseen
+        if self._write_back is not None:
+            # What is behind the checkpoint never comes again to be marked; what is acknowledged meanwhile may not be.
+            await self._write_back.caught_up()
+        await self._store.save(acknowledged, promoted, unseen, marks=marks, readback=self._readback)
         self._saved_injections = injections
-        self._saved_lsn, self._saved_sample_lsn = acknowledged, promoted.lsn
+        self._saved_lsn, self._saved_sample_lsn, self._saved_unseen = acknowledged, promoted.lsn, bool(unseen)
         self._progress.checkpoints += 1
         await self._source.confirm(acknowledged)
         self._progress.confirmed_lsn = acknowledged

@@ -111,6 +111,38 @@ async def test_saves_again_until_the_snapshot_covers_the_last_event_and_then_res
     assert len(saving.store.saved) == 3
 
 
+async def test_saves_again_until_the_snapshot_sees_what_was_committed_just_before_it() -> None:
+    """A commit is in the WAL a moment before it is visible: the sample is behind it, and does not see it."""
+    saving = Saving(250, 260, 270, 280, 290)
+    saving.store.samples[0] = Sample(Snapshot(250, 251, frozenset({250})), LSN(250))
+    saving.pipeline.audit.acknowledged([(200, 250, 3)])  # type: ignore[union-attr]
+    await saving.tick(255, events=True)
+    await saving.tick(265, events=False)
+    assert saving.store.saved[-1][1].lsn == 250
+    await saving.tick(275, events=False)
+    assert saving.store.saved[-1][1].lsn == 260
+    saves = len(saving.store.saved)
+    for lsn in (285, 295):
+        await saving.tick(lsn, events=False)
+    assert len(saving.store.saved) == saves  # and then it rests
+
+
+@pytest.mark.guarantee("G1")
+async def test_what_is_acknowledged_while_rows_are_marked_is_not_saved_with_them() -> None:
+    """It is not marked yet, and what is behind the checkpoint never is."""
+    saving = Saving(150, 150, 150)
+
+    class Marking:
+        async def caught_up(self) -> bool:
+            saving.pipeline.acknowledged = saving.pipeline.last_event_lsn = LSN(300)
+            return True
+
+    saving.checkpointer._write_back = Marking()  # type: ignore[assignment]
+    await saving.tick(200, events=True)
+    assert [lsn for lsn, _ in saving.store.saved] == [200]
+    assert ("confirm", LSN(200)) in saving.journal
+
+
 async def test_history_is_kept_only_while_events_move() -> None:
     saving = Saving(*range(150, 190, 10))
     saving.progress.published_events += 1
