@@ -116,7 +116,7 @@ async def test_saves_again_until_the_snapshot_sees_what_was_committed_just_befor
     saving = Saving(250, 260, 270, 280, 290)
     saving.store.samples[0] = Sample(Snapshot(250, 251, frozenset({250})), LSN(250))
     saving.pipeline.audit.acknowledged([(200, 250, 3)])  # type: ignore[union-attr]
-    await saving.tick(255, events=True)
+    await saving.tick(250, events=True)
     await saving.tick(265, events=False)
     assert saving.store.saved[-1][1].lsn == 250
     await saving.tick(275, events=False)
