@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from relay.admin.exposition import registry
 from relay.admin.status import readiness, status
 from relay.metrics import Metrics
 from relay.progress import Progress
@@ -24,6 +25,8 @@ _FRESH = {"Cache-Control": "no-store"}
 
 
 def application(progress: Progress, metrics: Metrics, stalled_after: float) -> web.Application:
+    scraped = registry(metrics)
+
     async def healthz(_request: web.Request) -> web.Response:
         return _json({"alive": True})  # whoever gets this answer has seen the loop turn
 
@@ -33,7 +36,7 @@ def application(progress: Progress, metrics: Metrics, stalled_after: float) -> w
 
     async def metrics_page(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(",".join(request.headers.getall("Accept", [])))
-        page = cast(Callable[[Any], bytes], encode)(metrics.registry)
+        page = cast(Callable[[Any], bytes], encode)(scraped)
         response = web.Response(body=page, headers={"Content-Type": content_type, **_FRESH})
         response.enable_compression()
         return response

@@ -7,12 +7,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from relay.admin import progress_line
+from relay.admin.exposition import registry
 from relay.errors import SinkUnavailable
 from relay.lsn import LSN
 from relay.metrics import BUCKETS, STATES, Gauges, Metrics, lag_bytes, lag_seconds
@@ -76,7 +80,7 @@ def full() -> Metrics:
 
 
 def ours(metrics: Metrics) -> dict[str, Metric]:
-    return {family.name: family for family in metrics.registry.collect() if family.name.startswith("relay_")}
+    return {family.name: family for family in registry(metrics).collect() if family.name.startswith("relay_")}
 
 
 def exported(metrics: Metrics) -> set[str]:
@@ -86,7 +90,7 @@ def exported(metrics: Metrics) -> set[str]:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, {"relay": "shop_relay", "service": "shop", **labels})
+    return registry(metrics).get_sample_value(name, {"relay": "shop_relay", "service": "shop", **labels})
 
 
 def table_after(marker: str) -> list[list[str]]:
@@ -105,7 +109,7 @@ def rules(name: str) -> list[dict[str, Any]]:
 
 
 def test_every_series_has_the_prefix_the_labels_and_a_base_unit() -> None:
-    for family in full().registry.collect():
+    for family in registry(full()).collect():
         if family.name.startswith(("process_", "python_")):
             continue
         assert family.name.startswith("relay_")
@@ -217,12 +221,25 @@ def test_an_unknown_commit_time_and_a_clock_that_is_ahead_do_no_harm() -> None:
     assert value(metrics, "relay_publish_seconds_count") == 3
 
 
+@given(st.lists(st.sampled_from(BUCKETS) | st.floats(0, 1e6), max_size=50))
+def test_histograms_count_as_prometheus_own_do(values: list[float]) -> None:
+    reference = prometheus_client.Histogram("relay_publish_seconds", "…", buckets=BUCKETS, registry=None)
+    metrics = Metrics(Progress(), relay_name="shop_relay", service="shop")
+    for each in values:
+        reference.observe(each)
+        metrics.observe(None, each)
+    (family,) = reference.collect()
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            assert value(metrics, sample.name, **sample.labels) == sample.value
+
+
 def test_errors_are_counted_by_class() -> None:
     assert value(full(), "relay_errors_total", error="SinkUnavailable") == 1
 
 
 def test_the_page_can_be_made() -> None:
-    assert b"relay_build_info" in generate_latest(full().registry)
+    assert b"relay_build_info" in generate_latest(registry(full()))
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
