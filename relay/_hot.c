@@ -1,4 +1,4 @@
-/* The hot path in C: Inserts, of pgoutput and of wal2json, → Events; Events → fenced NATS frames.
+/* The hot path in C: pgoutput's messages, and wal2json's rows, → Events; Events → fenced NATS frames.
  *
  * Optional: without it everything works the same, only slower. The Python code is the reference; what is written here
  * covers the shapes that nearly every row has, and declines the rest: it stops in front of a message or event that it is
@@ -18,6 +18,8 @@
 #define KEPT_SCRATCH (1 << 20) /* bytes that a Reader keeps from one call to the next */
 #define XLOG_HEADER 25 /* of XLogData: 'w', two LSNs, a time */
 #define EVENT_FIELDS 9 /* id, topic, key, header_names, header_values, body, table, transaction, ordinal */
+#define TRANSACTION_FIELDS 4 /* xid, commit_lsn, committed_at, stamp */
+#define PG_EPOCH 946684800.0 /* 2000-01-01 in Unix time: Postgres counts microseconds from there */
 
 enum { EVENT_ID = -1, POSITION = -2 };       /* in place of a place, among the header values */
 enum { RAW = 0, TEXT = 1, TIMESTAMPTZ = 2 }; /* how a cell enters the body */
@@ -48,6 +50,12 @@ static uint32_t
 read_uint32(const unsigned char *at)
 {
     return (uint32_t)at[0] << 24 | (uint32_t)at[1] << 16 | (uint32_t)at[2] << 8 | at[3];
+}
+
+static uint64_t
+read_uint64(const unsigned char *at)
+{
+    return (uint64_t)read_uint32(at) << 32 | read_uint32(at + 4);
 }
 
 /* The cell as bytes; the same object as last time if it is the same text. */
@@ -226,6 +234,18 @@ find_topic(Reader *self, const Cell *cells)
     return topic;
 }
 
+static PyObject *
+joined(PyObject *front, const char *rest, int length)
+{
+    Py_ssize_t size = PyBytes_GET_SIZE(front);
+    PyObject *made = PyBytes_FromStringAndSize(NULL, size + length);
+    if (made) {
+        memcpy(PyBytes_AS_STRING(made), PyBytes_AS_STRING(front), size);
+        memcpy(PyBytes_AS_STRING(made) + size, rest, length);
+    }
+    return made;
+}
+
 /* New reference; NULL without an exception: declined. */
 static PyObject *
 make_values(Reader *self, const Cell *cells, PyObject *event_id, PyObject *stamp, long ordinal)
@@ -242,13 +262,7 @@ make_values(Reader *self, const Cell *cells, PyObject *event_id, PyObject *stamp
             value = Py_NewRef(event_id);
         else if (place == POSITION) {
             char digits[24];
-            int length = PyOS_snprintf(digits, sizeof digits, "%ld", ordinal);
-            Py_ssize_t front = PyBytes_GET_SIZE(stamp);
-            value = PyBytes_FromStringAndSize(NULL, front + length);
-            if (value) {
-                memcpy(PyBytes_AS_STRING(value), PyBytes_AS_STRING(stamp), front);
-                memcpy(PyBytes_AS_STRING(value) + front, digits, length);
-            }
+            value = joined(stamp, digits, PyOS_snprintf(digits, sizeof digits, "%ld", ordinal));
         }
         else if (cells[place].at)
             value = cell_bytes(self, cells, place);
@@ -300,14 +314,26 @@ make_event(Reader *self, const Cell *cells, PyObject *transaction, PyObject *sta
     return event;
 }
 
+/* 0: declined, or with an exception. */
+static int
+append_event(Reader *self, const Cell *cells, PyObject *transaction, PyObject *stamp, long ordinal, PyObject *events)
+{
+    PyObject *event = make_event(self, cells, transaction, stamp, ordinal);
+    if (!event)
+        return 0;
+    int failed = PyList_Append(events, event);
+    Py_DECREF(event);
+    return !failed;
+}
+
 PyDoc_STRVAR(read_doc, "read(messages, at, transaction, stamp, ordinal, events) -> int\n\n"
-                       "Append the events of the Inserts from `at` on; returns where it stopped.");
+                       "Append the events of wal2json's rows from `at` on; returns where it stopped.");
 
 static PyObject *
 Reader_read(Reader *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 6 || !PyList_Check(args[0]) || !PyBytes_Check(args[3]) || !PyList_Check(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "read(list, int, Transaction, bytes, int, list)");
+    if (count != 6 || !self->between[0] || !PyList_Check(args[0]) || !PyBytes_Check(args[3]) || !PyList_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "read(list, int, Transaction, bytes, int, list), of wal2json");
         return NULL;
     }
     PyObject *messages = args[0], *events = args[5];
@@ -318,19 +344,8 @@ Reader_read(Reader *self, PyObject *const *args, Py_ssize_t count)
     Cell cells[MAX_WIDTH];
     for (; at < PyList_GET_SIZE(messages); at++, ordinal++) {
         PyObject *data = PyList_GET_ITEM(messages, at);
-        if (!PyBytes_Check(data))
-            break;
-        const char *start = PyBytes_AS_STRING(data);
-        Py_ssize_t size = PyBytes_GET_SIZE(data);
-        if (!(self->between[0] ? split_json(self, start, size, cells)
-                               : split(self, (const unsigned char *)start, size, cells)))
-            break;
-        PyObject *event = make_event(self, cells, args[2], args[3], ordinal);
-        if (!event)
-            break;
-        int failed = PyList_Append(events, event);
-        Py_DECREF(event);
-        if (failed)
+        if (!PyBytes_Check(data) || !split_json(self, PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), cells) ||
+            !append_event(self, cells, args[2], args[3], ordinal, events))
             break;
     }
     if (self->scratch_size > KEPT_SCRATCH) { /* one large message is no reason to keep so much for ever */
@@ -474,6 +489,136 @@ static PyType_Spec reader_spec = {
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = reader_slots,
 };
+
+/* --------------------------------------------------------------------------------------- transactions of pgoutput */
+
+/* Of a Begin; new reference. NULL without an exception: declined. */
+static PyObject *
+make_transaction(PyTypeObject *type, const unsigned char *begin, PyObject *front)
+{
+    uint64_t lsn = read_uint64(begin + 1);
+    int64_t microseconds = (int64_t)read_uint64(begin + 9);
+    if (microseconds >= (INT64_C(1) << 53) || microseconds <= -(INT64_C(1) << 53))
+        return NULL; /* Python divides such numbers exactly */
+    char position[24];
+    int length = PyOS_snprintf(position, sizeof position, "%X/%X:", (unsigned)(lsn >> 32), (unsigned)lsn);
+    PyObject *stamp = joined(front, position, length);
+    PyObject *xid = stamp ? PyLong_FromUnsignedLong(read_uint32(begin + 17)) : NULL;
+    PyObject *commit_lsn = xid ? PyLong_FromUnsignedLongLong(lsn) : NULL;
+    PyObject *time = commit_lsn ? PyFloat_FromDouble(PG_EPOCH + (double)microseconds / 1000000.0) : NULL;
+    PyObject *made = time ? type->tp_alloc(type, TRANSACTION_FIELDS) : NULL;
+    if (!made) {
+        Py_XDECREF(stamp);
+        Py_XDECREF(xid);
+        Py_XDECREF(commit_lsn);
+        Py_XDECREF(time);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(made, 0, xid);
+    PyTuple_SET_ITEM(made, 1, commit_lsn);
+    PyTuple_SET_ITEM(made, 2, time);
+    PyTuple_SET_ITEM(made, 3, stamp);
+    PyObject_GC_UnTrack(made); /* numbers and bytes: it is in no cycle */
+    return made;
+}
+
+/* (commit LSN, xid, events) of a transaction that had some; -1 with an exception. */
+static int
+note_end(PyObject *ended, PyObject *transaction, long events)
+{
+    if (!events)
+        return 0;
+    PyObject *note = Py_BuildValue("(OOl)", PyTuple_GET_ITEM(transaction, 1), PyTuple_GET_ITEM(transaction, 0), events);
+    int failed = note ? PyList_Append(ended, note) : -1;
+    Py_XDECREF(note);
+    return failed;
+}
+
+/* Borrowed reference; NULL: not a table that is read here. */
+static Reader *
+find_reader(PyObject *readers, PyTypeObject *type, const unsigned char *insert)
+{
+    PyObject *oid = PyLong_FromUnsignedLong(read_uint32(insert + 1));
+    PyObject *reader = oid ? PyDict_GetItemWithError(readers, oid) : NULL;
+    Py_XDECREF(oid);
+    return reader && Py_IS_TYPE(reader, type) ? (Reader *)reader : NULL;
+}
+
+/* Of 64 bits; None of no message. */
+static PyObject *
+number_at(const unsigned char *message, int place)
+{
+    return message ? PyLong_FromUnsignedLongLong(read_uint64(message + place)) : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(walk_doc,
+             "walk(messages, at, readers, Transaction, front, transaction, ordinal, events, ended)"
+             " -> (at, transaction, ordinal, commit_lsn, end_lsn)\n\n"
+             "Goes through Begins, Inserts and Commits of pgoutput from `at` on: appends events, and (commit LSN, xid,\n"
+             "events) of transactions that ended. Returns where it stopped, the transaction that is open there, the\n"
+             "newest Begin's LSN and the newest Commit's end, if there were any.");
+
+static PyObject *
+walk(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 9 || !PyList_Check(args[0]) || !PyDict_Check(args[2]) || !PyType_Check(args[3]) ||
+        !PyType_IsSubtype((PyTypeObject *)args[3], &PyTuple_Type) || !PyBytes_Check(args[4]) ||
+        (args[5] != Py_None && (!Py_IS_TYPE(args[5], (PyTypeObject *)args[3]) ||
+                                PyTuple_GET_SIZE(args[5]) != TRANSACTION_FIELDS ||
+                                !PyBytes_Check(PyTuple_GET_ITEM(args[5], 3)))) ||
+        !PyList_Check(args[7]) || !PyList_Check(args[8])) {
+        PyErr_SetString(PyExc_TypeError, "walk(list, int, dict, type, bytes, Transaction or None, int, list, list)");
+        return NULL;
+    }
+    PyObject *messages = args[0];
+    Py_ssize_t at = PyLong_AsSsize_t(args[1]);
+    long ordinal = PyLong_AsLong(args[6]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyTypeObject *reader_type = *(PyTypeObject **)PyModule_GetState(module);
+    PyObject *transaction = Py_NewRef(args[5]);
+    Reader *reader = NULL; /* the last one */
+    const unsigned char *begun = NULL, *ended = NULL; /* the newest ones */
+    Cell cells[MAX_WIDTH];
+    for (; at < PyList_GET_SIZE(messages); at++) {
+        PyObject *message = PyList_GET_ITEM(messages, at);
+        if (!PyBytes_Check(message) || PyBytes_GET_SIZE(message) <= XLOG_HEADER)
+            break;
+        const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(message), *body = data + XLOG_HEADER;
+        Py_ssize_t size = PyBytes_GET_SIZE(message);
+        if (data[0] != 'w' || (transaction == Py_None) != (body[0] == 'B'))
+            break;
+        if (body[0] == 'I' && size >= XLOG_HEADER + 8) {
+            if (!reader || read_uint32(body + 1) != reader->oid)
+                reader = find_reader(args[2], reader_type, body);
+            if (!reader || !split(reader, data, size, cells) ||
+                !append_event(reader, cells, transaction, PyTuple_GET_ITEM(transaction, 3), ordinal, args[7]))
+                break;
+            ordinal++;
+        }
+        else if (body[0] == 'B' && size == XLOG_HEADER + 21) {
+            PyObject *made = make_transaction((PyTypeObject *)args[3], body, args[4]);
+            if (!made)
+                break;
+            Py_SETREF(transaction, made);
+            begun = body;
+            ordinal = 0;
+        }
+        else if (body[0] == 'C' && size == XLOG_HEADER + 26) {
+            if (note_end(args[8], transaction, ordinal))
+                break;
+            ended = body;
+            Py_SETREF(transaction, Py_NewRef(Py_None));
+        }
+        else
+            break;
+    }
+    if (PyErr_Occurred()) {
+        Py_DECREF(transaction);
+        return NULL;
+    }
+    return Py_BuildValue("(nNlNN)", at, transaction, ordinal, number_at(begun, 1), number_at(ended, 10));
+}
 
 /* ---------------------------------------------------------------------------------------------- frames for NATS */
 
@@ -619,16 +764,23 @@ frames(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef functions[] = {
     {"frames", frames, METH_VARARGS, frames_doc},
+    {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, walk_doc},
     {NULL},
 };
 
+/* The module's state is the type of readers. */
 static int
 fill(PyObject *module)
 {
     PyObject *reader = PyType_FromSpec(&reader_spec);
-    int failed = reader ? PyModule_AddObjectRef(module, "Reader", reader) : -1;
-    Py_XDECREF(reader);
-    return failed;
+    *(PyObject **)PyModule_GetState(module) = reader;
+    return reader ? PyModule_AddObjectRef(module, "Reader", reader) : -1;
+}
+
+static void
+let_go(void *module)
+{
+    Py_CLEAR(*(PyObject **)PyModule_GetState((PyObject *)module));
 }
 
 static PyModuleDef_Slot module_slots[] = {
@@ -640,8 +792,10 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "relay._hot",
     .m_doc = "The hot path in C; see _hot.c.",
+    .m_size = sizeof(PyObject *),
     .m_methods = functions,
     .m_slots = module_slots,
+    .m_free = let_go,
 };
 
 PyMODINIT_FUNC

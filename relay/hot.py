@@ -1,4 +1,4 @@
-"""The hot path in C, where it was built: `reader` and `frames` are None elsewhere, and Python does it all.
+"""The hot path in C, where it was built: all of this is None elsewhere, and Python does it all.
 
 Python is the reference; see _hot.c.
 """
@@ -24,9 +24,13 @@ Frames = Callable[..., tuple[int, bytes]]
 frames: Frames | None = _native.frames if NATIVE else None
 """Chained frames for JetStream; its docstring says how it is called."""
 
+Walk = Callable[..., tuple[int, Transaction | None, int, int | None, int | None]]
+walk: Walk | None = _native.walk if NATIVE else None
+"""From message to message of pgoutput, with the readers of its relations; likewise."""
+
 
 class Reader(Protocol):
-    """Makes the events of one table's Inserts."""
+    """Makes the events of one table's rows."""
 
     def read(
         self,
@@ -38,7 +42,7 @@ class Reader(Protocol):
         events: list[Event],
         /,
     ) -> int:
-        """Append the events of the messages from `at` on; returns where it stopped, in front of an unusual one."""
+        """Append the events of wal2json's rows from `at` on; returns where it stopped, in front of an unusual one."""
 
 
 def reader(oid: int, binding: Binding, recipe: Recipe | None) -> Reader | None:

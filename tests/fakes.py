@@ -12,11 +12,14 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from struct import pack
 from typing import Literal, NamedTuple
 
+import pytest
+
 from relay.checkpoint import CheckpointStore, Sample
 from relay.errors import RelayError, SinkUnavailable, SourceUnavailable
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.source.replication import WalSender
+from relay.source.wal2json import Wal2jsonDecoder
 
 
 class Act(NamedTuple):
@@ -195,6 +198,14 @@ class ScriptedWalSender(WalSender):
         self.statuses.append(Status(received, confirmed, reply))
 
 
+class TricklingWalSender(ScriptedWalSender):
+    """The next chunk is there as soon as somebody looks again, without waiting for it to be readable."""
+
+    def take(self, max_messages: int, max_bytes: int) -> tuple[list[bytes], int]:
+        self._more = self._more or (not self._inbox and bool(self._chunks))
+        return super().take(max_messages, max_bytes)
+
+
 class RecordingStore(CheckpointStore):
     """A checkpoint store in memory. `journal` is shared with whoever else wants the order of things recorded."""
 
@@ -255,3 +266,16 @@ def xlog_data(message: bytes, lsn: int = 0) -> bytes:
 
 def keepalive(end_lsn: int, *, reply: bool = False) -> bytes:
     return pack(">cQqB", b"k", end_lsn, 0, reply)
+
+
+def left_to_python(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """wal2json's rows that C leaves to Python, from now on."""
+    slow: list[bytes] = []
+    whole = Wal2jsonDecoder._insert
+
+    def counted(self: Wal2jsonDecoder, data: bytes, events: list[Event], rejected: list[Rejected]) -> None:
+        slow.append(data)
+        whole(self, data, events, rejected)
+
+    monkeypatch.setattr(Wal2jsonDecoder, "_insert", counted)
+    return slow

@@ -43,6 +43,11 @@ class Decoder(ABC):
         self._transaction: Transaction | None = None
         self._ordinal = 0
 
+    @property
+    def unfinished(self) -> int:
+        """Rows so far of the transaction whose end has not come yet."""
+        return self._ordinal if self._transaction is not None else 0
+
     @abstractmethod
     def decode(self, messages: list[bytes], rejected: list[Rejected]) -> list[Event]:
         """The events of these messages, in order; rows that can never be events go to `rejected`."""

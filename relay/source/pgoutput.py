@@ -13,8 +13,9 @@ from struct import error as struct_error
 from typing import Any, NamedTuple
 
 from relay.errors import ProtocolError
-from relay.event import Event, Rejected
-from relay.hot import Reader, reader
+from relay.event import Event, Rejected, Transaction
+from relay.hot import Reader, reader, walk
+from relay.lsn import LSN
 from relay.routing import Router, Unroutable
 from relay.source.decoder import HEADER, XLOGDATA, Decoder
 
@@ -120,7 +121,8 @@ class PgoutputDecoder(Decoder):
 
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
-        self._relations: dict[int, tuple[Router, tuple[int, ...], int, Reader | None] | None] = {}
+        self._relations: dict[int, tuple[Router, tuple[int, ...], int] | None] = {}
+        self._readers: dict[int, Reader] = {}  # of those that C can read
 
     @staticmethod
     def options(publication: str) -> dict[str, str]:
@@ -140,6 +142,17 @@ class PgoutputDecoder(Decoder):
         transaction, ordinal = self._transaction, self._ordinal
         at, end = 0, len(messages)
         while at < end:
+            if walk is not None and self._skip is None and not self._skipping:
+                at, transaction, ordinal, begun, ended = walk(
+                    *(messages, at, self._readers, Transaction, self._stamp, transaction, ordinal, events),
+                    self.transactions,
+                )
+                if begun is not None:
+                    self.commit_lsn = LSN(begun)
+                if ended is not None:
+                    self.end = LSN(ended)
+                if at == end:
+                    break
             data = messages[at]
             at += 1
             if data[0] != XLOGDATA:
@@ -159,13 +172,7 @@ class PgoutputDecoder(Decoder):
                     self.skipped += 1
                     ordinal += 1
                     continue
-                router, slots, width, quick = reading
-                if quick is not None:
-                    stopped = quick.read(messages, at - 1, transaction, transaction.stamp, ordinal, events)
-                    ordinal += stopped - at + 1
-                    if stopped >= at:
-                        at = stopped
-                        continue
+                router, slots, width = reading
                 row = decode_insert(data, HEADER, slots, width)
                 try:
                     events.append(router.event(row, transaction, ordinal))
@@ -186,13 +193,16 @@ class PgoutputDecoder(Decoder):
         return events
 
     def _announce(self, relation: Relation) -> None:
+        self._readers.pop(relation.oid, None)
         bound = self._bind(f"{relation.schema}.{relation.table}", relation.columns)
         if bound is None:
             self._relations[relation.oid] = None
             return
         router, binding = bound
+        self._relations[relation.oid] = (router, binding.slots, binding.width)
         quick = reader(relation.oid, binding, router.recipe)
-        self._relations[relation.oid] = (router, binding.slots, binding.width, quick)
+        if quick is not None:
+            self._readers[relation.oid] = quick
 
 
 def _text(data: bytes, start: int) -> tuple[str, int]:

@@ -26,7 +26,7 @@ from relay.errors import ContractError, SetupError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.setup import setup
-from relay.source.wal2json import Wal2jsonDecoder
+from tests.fakes import left_to_python
 from tests.fix_postgres import Database, Postgres
 from tests.relays import eventually
 
@@ -731,14 +731,7 @@ async def test_wal2json_needs_no_publication(both: Database) -> None:
 
 @pytest.mark.skipif(not hot.NATIVE, reason="the C part was not built: there is no C compiler")
 async def test_rows_of_wal2json_are_laid_out_as_c_expects_them(both: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow: list[bytes] = []
-    whole = Wal2jsonDecoder._insert
-
-    def counted(self: Wal2jsonDecoder, data: bytes, events: list[Event], rejected: list[Rejected]) -> None:
-        slow.append(data)
-        whole(self, data, events, rejected)
-
-    monkeypatch.setattr(Wal2jsonDecoder, "_insert", counted)
+    slow = left_to_python(monkeypatch)
     async with running(config_of(both, "wal2json")) as reader:
         with both.connect() as connection:
             insert(connection, "k", 50, text='é"\n\\')

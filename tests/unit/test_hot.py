@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relay import hot
+from relay.checkpoint import Sample, Snapshot
 from relay.config import Outbox, Routing
 from relay.errors import ProtocolError
 from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
@@ -20,7 +21,7 @@ from relay.routing import Router
 from relay.sink import nats_fence
 from relay.sink.nats_chain import Chain
 from relay.source import pgoutput
-from tests.fakes import begin, commit, insert, relation, xlog_data
+from tests.fakes import begin, commit, insert, keepalive, relation, xlog_data
 
 OID = 16385
 COLUMNS = [
@@ -75,19 +76,45 @@ def mapping(columns: dict[str, str] | None = None) -> Mapping:
     return Mapping.of(outbox, 0, several=False)
 
 
-def decode(messages: list[bytes], routing: Routing, table: Mapping, *, native: bool) -> tuple[list[Any], list[Any]]:
-    made = []
+class Decoded(NamedTuple):
+    """What a decoder made of messages, and the state that it is in."""
 
-    def bind(_: str, columns: Sequence[tuple[str, int]]) -> tuple[Router, Binding]:
+    events: list[Event]
+    rejected: list[Rejected]
+    state: tuple[Any, ...] = ()
+    refused: str = ""
+
+
+def decode(
+    messages: list[bytes],
+    routing: Routing,
+    table: Mapping,
+    *,
+    native: bool,
+    at_once: int = 1000,
+    skip: Sample | None = None,
+) -> Decoded:
+    def bind(name: str, columns: Sequence[tuple[str, int]]) -> tuple[Router, Binding] | None:
+        if name == "public.other":
+            return None
         binding = table.bind(columns)
-        made.append(router := Router(routing, binding))
+        router = Router(routing, binding)
         if not native:
             router.recipe = None
         return router, binding
 
-    decoder = pgoutput.PgoutputDecoder(start=LSN(0), skip=None, bind=bind, stamp=b"r:")
-    rejected: list[Rejected] = []
-    return decoder.decode(messages, rejected), rejected
+    decoder = pgoutput.PgoutputDecoder(start=LSN(0), skip=skip, bind=bind, stamp=b"r:")
+    made = Decoded([], [])
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(pgoutput, "walk", None)
+        for start in range(0, len(messages), at_once):
+            try:
+                made.events.extend(decoder.decode(messages[start : start + at_once], made.rejected))
+            except ProtocolError as exc:
+                return made._replace(refused=str(exc))
+    state = (decoder.end, decoder.commit_lsn, decoder.transactions, decoder.skipped, decoder.reply_due)
+    return made._replace(state=(*state, type(decoder.end), type(decoder.commit_lsn)))
 
 
 def stream(rows: Sequence[list[bytes | None]]) -> list[bytes]:
@@ -102,25 +129,73 @@ def test_the_same_events(rows: list[list[bytes | None]], routing: Routing, share
     table = mapping({"partition_key": "aggregate_id"} if shared else None)
     native, reference = (decode(stream(rows), routing, table, native=is_native) for is_native in (True, False))
     assert native == reference
-    for event in native[0]:
+    for event in native.events:
         assert type(event) is Event
+        assert type(event.transaction) is Transaction
         assert event.header_names is HeaderNames.of(event.header_names.names)
 
 
-def test_usual_rows_are_read_in_c_and_not_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+LSNS = [0, 1, 0xFFFFFFFF, 1 << 32, 0x1_0000_00AB, (1 << 64) - 1]
+lsns = st.sampled_from(LSNS) | st.integers(0, (1 << 64) - 1)
+times = st.sampled_from([0, -1, 831_234_567_890_123, 1 << 53, -(1 << 53), (1 << 63) - 1]) | st.integers(0, 1 << 52)
+begins = st.builds(begin, lsns, st.integers(0, (1 << 32) - 1), times)
+commits = st.builds(commit, lsns, lsns, times)
+inserts = st.builds(insert, st.sampled_from([OID, OID + 1, OID + 2, OID + 9]), st.just(USUAL) | cells)
+tables = st.builds(
+    relation,
+    st.sampled_from([OID, OID + 1, OID + 2]),
+    st.just("public"),
+    st.sampled_from(["outbox_events", "other"]),
+    st.sampled_from([COLUMNS, COLUMNS[::-1]]),
+)
+transactions = st.builds(lambda one, rows, other: [one, *rows, other], begins, st.lists(inserts, max_size=3), commits)
+pieces = st.one_of(
+    transactions.map(lambda some: [xlog_data(each) for each in some]),
+    st.one_of(begins, commits, inserts, tables, st.just(b"Y"), st.binary(max_size=30)).map(
+        lambda one: [xlog_data(one)]
+    ),
+    st.builds(lambda end, reply: [keepalive(end, reply=reply)], lsns, st.booleans()),
+    st.binary(max_size=3).map(lambda one: [one]),
+)
+samples = st.none() | st.builds(lambda lsn: Sample(Snapshot(1 << 20, 1 << 30), LSN(lsn)), lsns)
+
+
+@settings(max_examples=300, deadline=None)
+@given(some=st.lists(transactions, max_size=6), others=st.lists(pieces, max_size=4), skip=samples, data=st.data())
+def test_whole_sessions_are_walked_alike(
+    some: list[list[bytes]], others: list[list[bytes]], skip: Sample | None, data: st.DataObject
+) -> None:
+    messages = [xlog_data(relation(OID + n, "public", name, COLUMNS)) for n, name in enumerate(["a", "b", "other"])]
+    parts = data.draw(st.permutations([*([xlog_data(each) for each in one] for one in some), *others]))
+    messages += [message for part in parts for message in part]
+    if data.draw(st.booleans()):
+        place = data.draw(st.integers(0, len(messages) - 1))
+        messages[place] = messages[place][: data.draw(st.integers(0, len(messages[place])))]
+    at_once = data.draw(st.integers(1, 8))
+    native, reference = (
+        decode(messages, Routing(), mapping(), native=is_native, at_once=at_once, skip=skip)
+        for is_native in (True, False)
+    )
+    assert native == reference
+
+
+def test_usual_transactions_are_walked_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the comparison above would compare Python with Python."""
-    decode([*stream([USUAL])], Routing(), mapping(), native=True)
-    slow: list[Any] = []
-    whole = pgoutput.decode_insert
+    one = [xlog_data(begin(100, 700)), xlog_data(insert(OID, USUAL)), xlog_data(commit(100, 108))]
+    slow: list[str] = []
 
-    def counted(*args: Any) -> Any:
-        slow.append(args)
-        return whole(*args)
+    def count(name: str, whole: Callable[..., Any]) -> None:
+        def counted(*args: Any) -> Any:
+            slow.append(name)
+            return whole(*args)
 
-    monkeypatch.setattr(pgoutput, "decode_insert", counted)
-    events, _ = decode(stream([USUAL] * 50), Routing(), mapping(), native=True)
-    assert len(events) == 50
-    assert len(slow) == 1  # the first row: its topic was not known
+        monkeypatch.setattr(pgoutput, name, counted)
+
+    for name in ("decode_begin", "decode_insert", "decode_commit"):
+        count(name, getattr(pgoutput, name))
+    made = decode([*stream([USUAL]), *one * 20], Routing(), mapping(), native=True)
+    assert len(made.events) == 21
+    assert slow == ["decode_insert"]  # the first row: its topic was not known
 
 
 @settings(max_examples=300, deadline=None)
@@ -131,12 +206,10 @@ def test_what_is_corrupt_is_refused_alike(row: list[bytes | None], data: st.Data
     cut = data.draw(st.integers(1, len(whole) - 26))
     place, value = data.draw(st.integers(26, len(whole) - 1)), data.draw(st.integers(0, 255))
     for broken in (whole[:-cut], whole + b"x", whole[:place] + bytes([value]) + whole[place + 1 :]):
-        outcomes = []
-        for native in (True, False):
-            try:
-                outcomes.append(decode([*messages[:-2], broken, messages[-1]], Routing(), mapping(), native=native))
-            except ProtocolError as exc:
-                outcomes.append(str(exc))  # type: ignore[arg-type]
+        outcomes = [
+            decode([*messages[:-2], broken, messages[-1]], Routing(), mapping(), native=native)
+            for native in (True, False)
+        ]
         assert outcomes[0] == outcomes[1]
 
 
@@ -144,12 +217,20 @@ def test_bad_arguments_are_refused() -> None:
     recipe = Router(Routing(), mapping().bind(COLUMNS)).recipe
     assert recipe is not None
     binding = mapping().bind(COLUMNS)
+    walk = hot.walk
+    assert walk is not None
+    good: list[Any] = [[], 0, {}, Transaction, b"", None, 0, [], []]
+    assert walk(*good) == (0, None, 0, None, None)
+    bad: list[Any] = [(), "0", [], Event(*[b""] * 9), "", Transaction(1, 2, 3.0, ""), None, (), ()]  # type: ignore[arg-type]
+    for place, value in enumerate(bad):
+        with pytest.raises(TypeError):
+            walk(*good[:place], value, *good[place + 1 :])
+    with pytest.raises(TypeError):
+        walk()
     reader = hot.reader(OID, binding, recipe)
     assert reader is not None
-    bad: list[tuple[Any, ...]] = [(), ([], "0", 0, b"", 0, []), ([], 0, 0, "", 0, []), ((), 0, 0, b"", 0, [])]
-    for arguments in bad:
-        with pytest.raises(TypeError):
-            reader.read(*arguments)
+    with pytest.raises(TypeError):  # it is not of wal2json
+        reader.read([], 0, Transaction(1, 2, 3.0, b""), b"", 0, [])
     assert hot.reader(OID, binding, recipe._replace(id=99)) is None
     assert hot.reader(OID, binding, recipe._replace(topic_places=(99,))) is None
     assert hot.reader(OID, binding, recipe._replace(values=(99,))) is None

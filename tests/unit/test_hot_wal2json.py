@@ -19,23 +19,11 @@ from relay.lsn import LSN
 from relay.outbox import Binding, Mapping
 from relay.routing import Router
 from relay.source.wal2json import Catalogue, Wal2jsonDecoder
-from tests.fakes import keepalive, xlog_data
+from tests.fakes import keepalive, left_to_python, xlog_data
+from tests.unit import test_hot
 from tests.unit.test_hot import mapping, routings
 
-COLUMNS = [
-    ("seq", 20),
-    ("id", 2950),
-    ("aggregate_type", 25),
-    ("aggregate_id", 25),
-    ("event_type", 25),
-    ("topic", 25),
-    ("partition_key", 25),
-    ("note", 25),  # this one and the next are not ours
-    ("amount", 1700),
-    ("payload", 3802),
-    ("headers", 3802),
-    ("created_at", 1184),
-]
+COLUMNS = [*test_hot.COLUMNS[:8], ("amount", 1700), *test_hot.COLUMNS[8:]]  # with one more that is not ours
 NOTE, AMOUNT, PAYLOAD, HEADERS = 7, 8, 9, 10
 Values = list[bytes]  # of a row, as JSON
 USUAL: Values = [
@@ -155,19 +143,6 @@ def alike(messages: list[bytes], *args: Any, **options: Any) -> Any:
     return native
 
 
-def in_python(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The rows that C left to Python."""
-    slow: list[bytes] = []
-    whole = Wal2jsonDecoder._insert
-
-    def counted(self: Wal2jsonDecoder, data: bytes, events: list[Event], rejected: list[Rejected]) -> None:
-        slow.append(data)
-        whole(self, data, events, rejected)
-
-    monkeypatch.setattr(Wal2jsonDecoder, "_insert", counted)
-    return slow
-
-
 @settings(max_examples=400, deadline=None)
 @given(made=st.lists(rows | st.just(USUAL), max_size=6), routing=routings, shared=st.booleans())
 @example(made=[USUAL, USUAL, [b"null"] * len(COLUMNS), USUAL], routing=Routing(), shared=False)
@@ -188,7 +163,7 @@ def test_every_value_in_every_column(value: bytes, place: int, routing: Routing)
 
 
 def test_usual_rows_are_read_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = in_python(monkeypatch)
+    slow = left_to_python(monkeypatch)
     usual = [
         USUAL,
         changed(0, b"9223372036854775807"),
@@ -207,7 +182,7 @@ def test_usual_rows_are_read_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = in_python(monkeypatch)
+    slow = left_to_python(monkeypatch)
     tables = ["outbox_events", "part", "q'\"é", "part", "another"]
     messages = transaction(*(insert(table, COLUMNS, USUAL) for table in tables * 3), keepalive(0x90))
     events, *_ = decode(messages, native=True)
@@ -232,7 +207,7 @@ def test_a_table_is_altered(monkeypatch: pytest.MonkeyPatch) -> None:
         *[insert("outbox_events", bigger, changed(3, b"1.50"))] * 5,
         *[row(USUAL)] * 5,
     )
-    slow = in_python(monkeypatch)
+    slow = left_to_python(monkeypatch)
     events, *_ = decode(messages, native=True)
     assert [event.ordinal for event in events] == list(range(35))
     assert events[27].key == b"1.50"
