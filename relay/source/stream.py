@@ -1,8 +1,9 @@
 """The stream source: WAL → batches of events, in commit order.
 
 Rows arrive only after their transaction committed, so they are handed on as they come; a transaction is never buffered.
-Batches form by themselves: what the socket has, up to a cap, never waiting to fill one. So latency is lowest when the
-outbox is quiet, and batches grow under load. A keepalive is a position in the same order as the commits: an idle outbox
+Batches form by themselves: what the socket has, up to a cap. So latency is lowest when the outbox is quiet, and batches
+grow under load. None waits to be filled; only for the rest of a transaction that is probably being sent, a
+millisecond at most (ADR 0014). A keepalive is a position in the same order as the commits: an idle outbox
 lets Postgres forget its WAL, however busy other tables are (G7).
 """
 
@@ -20,6 +21,7 @@ from relay.source.decoder import Decoder
 from relay.source.replication import WalSender
 
 _MAX_BYTES = 1 << 20
+_REST = 0.001  # for the rest of a transaction; timers of the loop have whole milliseconds
 
 
 class StreamSource:
@@ -34,6 +36,7 @@ class StreamSource:
         self._max_messages = max_batch_events
         self._silence = silence  # a server that says nothing for so long is lost
         self._confirmed = decoder.end
+        self._usual = 0  # events of the newest transaction that is complete
 
     async def batches(self) -> AsyncIterator[Batch]:
         """Batches in commit order, until the session fails."""
@@ -50,9 +53,16 @@ class StreamSource:
                 continue
             rejected: list[Rejected] = []
             events = decoder.decode(messages, rejected)
+            if wal.exhausted and 0 < decoder.unfinished < self._usual:
+                await asyncio.sleep(_REST)
+                messages, more = wal.take(self._max_messages - len(messages), _MAX_BYTES)
+                events += decoder.decode(messages, rejected)
+                size += more
             now = progress.last_heard = time.monotonic()
             progress.received_events += len(events) + len(rejected)
             transactions, decoder.transactions = decoder.transactions, []
+            if transactions:
+                self._usual = transactions[-1][2]
             progress.received_transactions += len(transactions)
             progress.skipped_events += decoder.skipped
             decoder.skipped = 0

@@ -23,7 +23,7 @@ from relay.progress import Progress
 from relay.routing import Router
 from relay.source.pgoutput import PgoutputDecoder
 from relay.source.stream import StreamSource
-from tests.fakes import ScriptedWalSender, begin, commit, insert, keepalive, relation, xlog_data
+from tests.fakes import ScriptedWalSender, TricklingWalSender, begin, commit, insert, keepalive, relation, xlog_data
 
 OURS, SECOND, FOREIGN = 16385, 16390, 16400
 COLUMNS = [
@@ -67,8 +67,9 @@ def make(
     skip: Sample | None = None,
     limit: int = 500,
     silent: bool = False,
+    sender: type[ScriptedWalSender] = ScriptedWalSender,
 ) -> tuple[StreamSource, ScriptedWalSender, Progress]:
-    wal = ScriptedWalSender(chunks, silent=silent)
+    wal = sender(chunks, silent=silent)
     decoder = PgoutputDecoder(start=LSN(start), skip=skip, bind=bind, stamp=b"r:")
     progress = Progress()
     return StreamSource(wal, decoder, progress, max_batch_events=limit, silence=1.0), wal, progress
@@ -118,6 +119,46 @@ async def test_several_tables_and_tables_that_are_not_ours() -> None:
         ("shop.second", 1),
         ("public.outbox_events", 2),
     ]
+
+
+async def test_a_transaction_that_begins_like_the_one_before_is_awaited() -> None:
+    """It has fewer rows so far: the rest is on its way, and travels in the same batch."""
+    whole = [ANNOUNCE, *transaction(700, 100, [row(1), row(2), row(3)])]
+    again = transaction(701, 200, [row(4), row(5), row(6)])
+    source, _, progress = make([whole, again[:2], again[2:]], sender=TricklingWalSender)
+    first, second = await drain(source)
+    assert (ids([first]), ids([second])) == ([b"id-1", b"id-2", b"id-3"], [b"id-4", b"id-5", b"id-6"])
+    assert second.end_lsn == progress.received_lsn == 208
+    assert second.size_bytes == sum(map(len, again))
+    assert [count for *_, count in second.transactions] == [3]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+async def test_a_transaction_that_has_as_many_rows_as_the_one_before_is_not_awaited(rows: int) -> None:
+    """So a row that comes alone, as the ones before it did, is handed on at once."""
+    whole = [ANNOUNCE, *transaction(700, 100, [row(n) for n in range(rows)])]
+    again = transaction(701, 200, [row(n + rows) for n in range(rows + 1)])
+    source, *_ = make([whole, again[:-2], again[-2:]], sender=TricklingWalSender)
+    assert [len(batch.events) for batch in await drain(source)] == [rows, rows, 1]
+
+
+async def test_what_is_awaited_in_vain_is_handed_on() -> None:
+    whole = [ANNOUNCE, *transaction(700, 100, [row(1), row(2)])]
+    source, *_ = make([whole, [xlog_data(begin(200, 701)), row(3)], [xlog_data(commit(200, 208))]])
+    assert [(ids([batch]), int(batch.end_lsn)) for batch in await drain(source)] == [
+        ([b"id-1", b"id-2"], 108),
+        ([b"id-3"], 108),
+        ([], 208),
+    ]
+
+
+async def test_a_batch_stays_within_its_cap_when_the_rest_is_awaited() -> None:
+    whole = [ANNOUNCE, *transaction(700, 100, [row(n) for n in range(9)])]
+    again = transaction(701, 200, [row(n) for n in range(10, 19)])
+    source, *_ = make([whole, again[:4], again[4:]], limit=6, sender=TricklingWalSender)
+    batches = await drain(source)
+    assert len(ids(batches)) == 18
+    assert max(len(batch.events) for batch in batches) <= 6
 
 
 async def test_unknown_messages_are_not_ours() -> None:
