@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 #define EVENT_FIELDS 9 /* id, topic, key, header_names, header_values, body, table, transaction, ordinal */
-#define FIXED 5 /* arguments of an event that are not headers */
+#define FIXED 6 /* arguments of an event that are not headers */
 
 /* ------------------------------------------------------------------------------------- from rdkafka.h, as it says */
 
@@ -60,7 +60,7 @@ typedef struct {
     } as;
 } Argument;
 
-enum { TOPIC = 1, VALUE = 4, KEY = 5, OPAQUE = 6, FLAGS = 7, HEADER = 9 };
+enum { TOPIC = 1, PARTITION = 3, VALUE = 4, KEY = 5, OPAQUE = 6, FLAGS = 7, HEADER = 9 };
 enum { COPY = 2, PERSISTED = 2, UNKNOWN = -1, FATAL = -150 };
 
 typedef void OnDestroy(void *);
@@ -348,7 +348,7 @@ c_text(PyObject *text)
 }
 
 typedef struct { /* an event as librdkafka wants it */
-    Argument *arguments; /* TOPIC, KEY, VALUE, OPAQUE, FLAGS, then the headers */
+    Argument *arguments; /* TOPIC, KEY, VALUE, OPAQUE, FLAGS, PARTITION, then the headers */
     PyObject *topic, *header_names, *names; /* what the arguments hold now; `names` is owned */
     PyObject *keys; /* which may go to the topic; None: all */
     Py_ssize_t room;
@@ -396,7 +396,7 @@ put(Argument *argument, int type, PyObject *bytes)
 
 /* How many arguments describe the event; 0: it cannot be written, or it is not ready, or an exception. */
 static Py_ssize_t
-describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark)
+describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark, int partition)
 {
     if (!PyTuple_Check(event) || PyTuple_GET_SIZE(event) != EVENT_FIELDS)
         return 0;
@@ -416,7 +416,8 @@ describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark)
     }
     if (!arguments[0].as.text)
         return 0;
-    if (key != Py_None && draft->keys != Py_None && !(PySet_Check(draft->keys) && PySet_Contains(draft->keys, key) == 1))
+    if (draft->keys != Py_None &&
+        (key == Py_None || !PySet_Check(draft->keys) || PySet_Contains(draft->keys, key) != 1))
         return 0;
     put(&arguments[1], KEY, key);
     put(&arguments[2], VALUE, body);
@@ -424,6 +425,8 @@ describe(Draft *draft, PyObject *event, PyObject *ready, uintptr_t mark)
     arguments[3].as.pointer = (void *)mark;
     arguments[4].type = FLAGS;
     arguments[4].as.number = COPY;
+    arguments[5].type = PARTITION;
+    arguments[5].as.number = partition;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
         PyObject *value = PyTuple_GET_ITEM(values, i);
         if (!PyBytes_Check(value))
@@ -446,18 +449,20 @@ unsend(Count *count, long number, uint32_t index)
     pthread_mutex_unlock(&count->lock);
 }
 
-PyDoc_STRVAR(produce_doc, "produce(slot, events, at, stop, ready) -> (at, code)\n\n"
+PyDoc_STRVAR(produce_doc, "produce(slot, events, at, stop, ready, partition=-1) -> (at, code)\n\n"
                           "Hand over the events from `at` up to `stop` as long as their topics are in `ready`, and their\n"
-                          "keys among the topic's (None: all); returns where it stopped, and librdkafka's code if it\n"
-                          "does not take that event, else 0.");
+                          "keys among the topic's (None: all, and no key); returns where it stopped, and librdkafka's\n"
+                          "code if it does not take that event, else 0. -1: librdkafka chooses the partition.");
 
 static PyObject *
 Tally_produce(Tally *self, PyObject *args)
 {
     long number;
+    int partition = -1;
     Py_ssize_t at, stop;
     PyObject *events, *ready;
-    if (!PyArg_ParseTuple(args, "lO!nnO!", &number, &PyList_Type, &events, &at, &stop, &PyDict_Type, &ready))
+    if (!PyArg_ParseTuple(args, "lO!nnO!|i", &number, &PyList_Type, &events, &at, &stop, &PyDict_Type, &ready,
+                          &partition))
         return NULL;
     Count *count = self->count;
     if (!count->kafka || at < 0) {
@@ -472,7 +477,7 @@ Tally_produce(Tally *self, PyObject *args)
     int code = 0;
     for (; at < stop && at < PyList_GET_SIZE(events) && at < INT32_MAX; at++) {
         uintptr_t mark = (uintptr_t)number << 32 | (uintptr_t)at << 1 | 1;
-        Py_ssize_t size = describe(&draft, PyList_GET_ITEM(events, at), ready, mark);
+        Py_ssize_t size = describe(&draft, PyList_GET_ITEM(events, at), ready, mark, partition);
         if (!size)
             break;
         rd_kafka_error_t *error = lib.produce(count->kafka, draft.arguments, size);

@@ -171,6 +171,8 @@ def read_kafka(bootstrap: str, topic: str, *, timeout: float = 90.0) -> list[Sto
             while position < end:
                 assert time.monotonic() < deadline, f"{topic}/{partition}: {position} of {end} read"
                 for message in consumer.consume(1000, timeout=0.2):
+                    if message.partition() != partition:  # the end of the one before, said a moment later
+                        continue
                     position = message.offset() or 0
                     if (error := message.error()) is not None:  # the end; markers of transactions take places, too
                         assert error.code() == KafkaError._PARTITION_EOF, error

@@ -33,7 +33,8 @@ DEFAULTS: dict[str, Option] = {
     "delivery.timeout.ms": 0,  # infinite: a finite one drops events and goes on behind the gap
     "partitioner": "murmur2_random",  # the partitions that Java clients choose
     "compression.type": "lz4",
-    "linger.ms": 0.5,  # its clock has whole milliseconds, so that 1 often waits for two; 0 makes many small requests
+    "linger.ms": 0,  # batches grow by themselves while others are on their way to the partition (ADR 0015)
+    "socket.nagle.disable": True,  # else a small request waits until the answer to the one before is there
     "statistics.interval.ms": 0,
 }
 

@@ -62,7 +62,12 @@ class Logs:
 
 
 class Contact(NamedTuple):
-    """The first event to a partition in a session: until it is acknowledged, it travels alone."""
+    """The first event to a partition in a session: until it is acknowledged, it travels alone.
+
+    A broker that does not know the producer yet takes whatever comes first. If the first of two requests is turned
+    away (the partition's leader is not ready yet) and the second is taken, the first is a duplicate to the broker when
+    it comes again: acknowledged, and never stored.
+    """
 
     topic: str
     partition: int
@@ -330,11 +335,12 @@ class Session:
 
     def _send(self, flight: Flight, event: Event, contact: Contact | None = None) -> str:
         """Hand over one event: the one at `flight.at`."""
+        partition = contact.partition if contact is not None and event.key is None else -1
         if self.tally is not None:
-            return self._send_counted(self.tally, flight, event, contact)
+            return self._send_counted(self.tally, flight, event, contact, partition)
         report = flight.delivered if contact is None else functools.partial(self._contacted, flight, contact)
         try:
-            self.producer.produce(event.topic, event.body, event.key, -1, report, None, 0, [*event.headers()])
+            self.producer.produce(event.topic, event.body, event.key, partition, report, None, 0, [*event.headers()])
         except BufferError:
             return "room"
         except KafkaException as exc:
@@ -343,10 +349,10 @@ class Session:
             flight.reject(event, f"cannot be written to Kafka: {exc}")
         return ""
 
-    def _send_counted(self, tally: Tally, flight: Flight, event: Event, contact: Contact | None) -> str:
+    def _send_counted(self, tally: Tally, flight: Flight, event: Event, contact: Contact | None, partition: int) -> str:
         """The same through C; a contact has a slot of its own, so that its acknowledgement is news."""
         slot = flight.slot if contact is None else tally.launch()
-        at, code = tally.produce(slot, flight.batch.events, flight.at, flight.at + 1, {event.topic: None})
+        at, code = tally.produce(slot, flight.batch.events, flight.at, flight.at + 1, {event.topic: None}, partition)
         if contact is not None and at == flight.at:
             tally.clear(slot)
         elif contact is not None:
@@ -380,14 +386,14 @@ class Session:
             return ""
         if self.blocked and self._behind(flight, event):
             return ""
-        if key is None:
-            self.ready.setdefault(topic, set())
-            return self._send(flight, event)
         contacts = self._contacts.setdefault(topic, {})
-        partition = self._hash(key) % partitions
-        if contacts.get(partition) is False:
+        if key is not None:
+            partition = self._hash(key) % partitions
+        else:  # where nobody was yet; when all are established, librdkafka chooses
+            partition = next((number for number in range(partitions) if number not in contacts), -1)
+        if partition < 0 or contacts.get(partition) is False:
             return "contact"
-        if partition in contacts:
+        if key is not None and partition in contacts:
             keys = self.ready[topic]
             if keys is not None and len(keys) < _KEYS:
                 keys.add(key)

@@ -25,7 +25,7 @@ if _native is not None and ";" not in _native.__file__ and _native.find(cimpl.__
 
 
 Ready = dict[str, set[bytes] | None]
-"""Topics, and which of their keys may be sent without more ado; None: all. Events without a key always may."""
+"""Topics, and which of their keys may be sent without more ado; None: all, and events without a key."""
 
 
 class Tally(Protocol):
@@ -43,8 +43,10 @@ class Tally(Protocol):
     def launch(self) -> int:
         """A slot."""
 
-    def produce(self, slot: int, events: Sequence[Event], at: int, stop: int, ready: Ready, /) -> tuple[int, int]:
-        """Hand over the events from `at` up to `stop`, as long as they are ready.
+    def produce(
+        self, slot: int, events: Sequence[Event], at: int, stop: int, ready: Ready, partition: int = -1, /
+    ) -> tuple[int, int]:
+        """Hand over the events from `at` up to `stop`, as long as they are ready; to this partition, if one is named.
 
         Returns where it stopped, and librdkafka's code if it does not take that event. 0: it is not ready, or cannot be
         written at all.
