@@ -33,7 +33,7 @@ from relay.embedded.process import free_port
 
 _PARTITIONS = 4
 _WARM_UP = 300_000  # events until the JVM has compiled what it will compile
-_REQUESTS = 15_000  # the same for the way of a single request: a thousand events a second are a thousand of them
+_REQUESTS = 60_000  # the same for the way of a single request: a thousand events a second are a thousand of them
 _TIMEOUT = 30.0
 
 
