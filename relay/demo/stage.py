@@ -1,16 +1,14 @@
 """The stage: starts the servers, the relay, the shop and the consumer, watches them, and takes everything down again.
 
-Starting and stopping block and are plain code around the event loop, so that Ctrl-C in the middle of a start unwinds
-like any exception. When the shop has closed, what is still owed is waited for before anybody is judged.
+Starting and stopping block and are plain code around the event loop, so that Ctrl-C between two servers unwinds like
+any exception. When the shop has closed, what is still owed is waited for before anybody is judged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -20,6 +18,7 @@ from relay.demo.consumer import Consumer, JetStreamConsumer, KafkaConsumer
 from relay.demo.ledger import Ledger, Summary
 from relay.demo.process import STREAM, TOPIC, RelayProcess
 from relay.demo.shop import Shop
+from relay.demo.signals import Signals, first_sets
 from relay.demo.view import Scene, View
 from relay.embedded import KafkaServer, NatsServer, PostgresServer
 from relay.errors import RelayError
@@ -43,7 +42,7 @@ class Stage:
 
     def play(self) -> Summary:
         """Until the time is over or a signal came; a second signal ends it without a verdict."""
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self._signals = Signals()
         with ExitStack() as stack:
             postgres = self._start(stack, "PostgreSQL 18", PostgresServer("18"))
             dsn = postgres.create_database("shop")
@@ -57,6 +56,7 @@ class Stage:
             relay = RelayProcess(dsn, broker, kafka=self._kafka)
             stack.callback(relay.close)
             self._scene = Scene(broker=name, admin_url=relay.admin_url, ledger=self._ledger)
+            self._signals.interrupt()
             try:
                 return asyncio.run(self._perform(relay, Shop(dsn, self._ledger, self._rate), consumer))
             except* RelayError as group:
@@ -66,7 +66,9 @@ class Stage:
 
     def _start(self, stack: ExitStack, what: str, server: Any) -> Any:
         self._console.print(f"[dim]starting {what} …[/]")
-        return stack.enter_context(server)
+        started = stack.enter_context(server)
+        self._signals.act()
+        return started
 
     async def _perform(self, relay: RelayProcess, shop: Shop, consumer: Consumer) -> Summary:
         await setup(relay.config)
@@ -75,7 +77,7 @@ class Stage:
         await asyncio.to_thread(relay.start)
         stop = asyncio.Event()
         started = self._scene.started = time.monotonic()
-        async with asyncio.TaskGroup() as group, self._signals(stop):
+        async with asyncio.TaskGroup() as group, first_sets(stop):
             behind = [
                 group.create_task(consumer.run(self._ledger.arrived)),
                 group.create_task(self._watch(relay)),
@@ -94,25 +96,6 @@ class Stage:
             for task in behind:
                 task.cancel()
         return self._ledger.summary(seconds=took, kills=self._scene.kills, dropped_by_broker=self._scene.dropped)
-
-    @asynccontextmanager
-    async def _signals(self, stop: asyncio.Event) -> AsyncIterator[None]:
-        """The first signal closes the shop; the second one is Python's ordinary interrupt."""
-        loop = asyncio.get_running_loop()
-
-        def closed() -> None:
-            stop.set()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-                signal.signal(number, signal.default_int_handler)
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, closed)
-        try:
-            yield
-        finally:
-            if not stop.is_set():
-                closed()
 
     async def _chaos(self, relay: RelayProcess, every: float, stop: asyncio.Event) -> None:
         """kill -9, again and again, at whatever the relay is doing."""
