@@ -61,7 +61,7 @@ typedef struct {
 } Argument;
 
 enum { TOPIC = 1, PARTITION = 3, VALUE = 4, KEY = 5, OPAQUE = 6, FLAGS = 7, HEADER = 9 };
-enum { COPY = 2, PERSISTED = 2, UNKNOWN = -1, FATAL = -150 };
+enum { COPY = 2, PERSISTED = 2, UNKNOWN = -1, INCONSISTENT = -149, FATAL = -150 };
 
 typedef void OnDestroy(void *);
 typedef int OnNew(rd_kafka_t *, const rd_kafka_conf_t *, void *, char *, size_t);
@@ -184,11 +184,12 @@ acknowledged(rd_kafka_t *Py_UNUSED(kafka), Message *message, void *opaque)
     long number = (long)(mark >> 32);
     pthread_mutex_lock(&count->lock);
     Slot *slot = &count->slots[number];
-    if (!message->err && lib.status(message) == PERSISTED)
+    /* Without an offset no broker has said so: librdkafka infers it from an event behind (kafka_policy.fault). */
+    if (!message->err && lib.status(message) == PERSISTED && message->offset >= 0)
         slot->acked++;
     else if (grow((void **)&slot->failures, slot->failed, &slot->room, sizeof *slot->failures))
         slot->failures[slot->failed++] =
-            (Failure){(uint32_t)(mark & 0xffffffff) >> 1, message->err ? message->err : UNKNOWN};
+            (Failure){(uint32_t)(mark & 0xffffffff) >> 1, message->err ? message->err : INCONSISTENT};
     else
         count->broken = 1;
     if (slot->failed || is_complete(slot))

@@ -2,7 +2,7 @@
 
 `cut()` resets every connection, `refuse()` also turns new ones away, `stall()` forwards nothing and closes nothing (a
 cable pulled: no FIN, no RST), `resume()` makes everything normal again; what was stalled arrives then, as TCP would
-have it. `delay` holds every piece back for so many seconds.
+have it. `delay` holds every piece back for so many seconds. `garble` are bytes that arrive wrong, once.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Proxy:
         self.url = urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{self.port}")).removeprefix("//")
         self.accepted = 0
         self.delay = 0.0
+        self.garble = b""
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._links: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
@@ -100,6 +101,8 @@ class Proxy:
             data = await reader.read(1 << 16)
             if self.delay:
                 await asyncio.sleep(self.delay)
+            if self.garble and self.garble in data:
+                data, self.garble = data.replace(self.garble, b"?" * len(self.garble), 1), b""
             await flowing.wait()  # what was read when the cable was pulled has not passed it
             if not data:
                 with contextlib.suppress(OSError):

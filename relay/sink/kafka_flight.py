@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from relay.errors import RelayError
 from relay.event import Batch, Event, Rejected
+from relay.sink.kafka_policy import fault
 
 if TYPE_CHECKING:
     from relay.sink.kafka_session import Session
@@ -57,6 +58,7 @@ class Flight:
 
     def delivered(self, error: Any, message: Any) -> None:
         """Delivery report; runs on the report thread, once per event."""
+        error = fault(error, message)
         if error is None:
             self.acked += 1
             if self.complete:

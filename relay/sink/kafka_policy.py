@@ -172,6 +172,7 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
             # A producer session that ended; a new one cures it.
             _E._FATAL,  # noqa: SLF001
             _E._GAPLESS_GUARANTEE,  # noqa: SLF001
+            _E._INCONSISTENT,  # noqa: SLF001  see `fault`
             _E.OUT_OF_ORDER_SEQUENCE_NUMBER,
             _E.UNKNOWN_PRODUCER_ID,
             _E.INVALID_PRODUCER_EPOCH,
@@ -201,6 +202,18 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
 CONSEQUENCES = frozenset(
     (_E._FATAL, _E._GAPLESS_GUARANTEE, _E._PURGE_QUEUE, _E._PURGE_INFLIGHT, _E._DESTROY)  # noqa: SLF001
 )
+
+
+def fault(error: Any, message: Any) -> Any:
+    """What a delivery report says against the event; None: a broker has told where it stored it.
+
+    librdkafka reports success without an offset, too: when an event was turned away and one behind it was taken, it
+    infers that the first must have been stored before. A broker that does not know the producer yet (a new partition, a
+    new leader without its state) takes what comes first, whatever its sequence number, and the inference is wrong.
+    """
+    if error is None and message.offset() is None:
+        return _E(_E._INCONSISTENT, "acknowledged without an offset")  # noqa: SLF001
+    return error
 
 
 def translate(error: Any, doing: str) -> RelayError:

@@ -25,7 +25,7 @@ from relay.errors import AuthError, ConfigError, EventRejected, RelayError, Sink
 from relay.event import Batch, Event
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_partition import HASHES
-from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, translate
+from relay.sink.kafka_policy import CONSEQUENCES, Option, fault, legal_topic, translate
 from relay.sink.kafka_tally import LIBRARY, Ready, Tally, tally
 
 log = structlog.get_logger(__name__)
@@ -407,7 +407,7 @@ class Session:
 
     def _contacted(self, flight: Flight, contact: Contact, error: Any, message: Any) -> None:
         """Delivery report of the first event to a partition; on the report thread."""
-        if error is None:
+        if fault(error, message) is None:
             self._established(contact)
         elif self.careful:
             del self._contacts[contact.topic][contact.partition]  # refused, and the session goes on: the next is first

@@ -29,7 +29,15 @@ from relay import config
 from relay.errors import ConfigError, EventRejected, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Event, Rejected
 from relay.sink import kafka_hanging, kafka_topics
-from relay.sink.kafka_policy import CONSEQUENCES, Option, legal_topic, topic_missing, translate, translate_transaction
+from relay.sink.kafka_policy import (
+    CONSEQUENCES,
+    Option,
+    fault,
+    legal_topic,
+    topic_missing,
+    translate,
+    translate_transaction,
+)
 from relay.sink.kafka_readback import Held, consumer_options, read_ids, read_position
 from relay.sink.kafka_session import Lane, Logs
 from relay.sink.kafka_topics import destination, parsed
@@ -599,12 +607,14 @@ class Transactions:
 
     def _delivered(self, error: Any, message: Any) -> None:
         """Delivery report, once per event."""
+        error = fault(error, message)
         if error is None:
             self._offsets[message.topic(), message.partition()] = message.offset()
         else:
             self._errors.append(error)
 
-    def _noted(self, error: Any, _message: Any) -> None:
+    def _noted(self, error: Any, message: Any) -> None:
+        error = fault(error, message)
         if error is not None:
             self._errors.append(error)
 
