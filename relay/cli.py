@@ -1,28 +1,22 @@
 """The command line. Results go to stdout, talk to stderr; every failure is one sentence and a hint, never a traceback.
 
 Exit codes: 0 clean stop, 1 a failure that a restart may cure, 2 bad configuration or usage, 3 an operator is needed.
-Heavy modules are imported by the command that needs them: `relay run` publishes its first event the sooner for it.
+Heavy modules are imported by the command that needs them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import signal
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from relay import __version__
+from relay import __version__, daemon
 from relay.cli_bench import benches
-from relay.cli_frame import ConfigFile, Explained, Json, go, load, show
+from relay.cli_frame import ConfigFile, Json, show
 from relay.cli_replay import bookmarks, replay
-from relay.errors import ConfigError, RelayError
-
-if TYPE_CHECKING:
-    from relay.config import Config
+from relay.errors import ConfigError
+from relay.frame import Explained, go, load
 
 app = typer.Typer(
     name="relay",
@@ -41,50 +35,7 @@ def run(
     ] = False,
 ) -> None:
     """Run the relay until SIGTERM or SIGINT; a second signal stops it without draining."""
-    from relay import log  # noqa: PLC0415
-
-    settings = load(config)
-    # Events live for milliseconds and form no cycles: looking for garbage among them every 700 is time lost.
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-    log.configure(settings.log, sys.stderr if settings.sink.kind == "console" else sys.stdout)
-    go(_run(settings, from_now=from_now), quick=True)
-
-
-async def _run(settings: Config, *, from_now: bool) -> None:
-    import structlog  # noqa: PLC0415
-
-    from relay.app import Relay  # noqa: PLC0415
-
-    lines = structlog.get_logger("relay.cli")
-    loop = asyncio.get_running_loop()
-    asked = False
-    try:
-        async with Relay(settings, from_now=from_now) as relay:
-
-            def signalled() -> None:
-                nonlocal asked
-                if asked:
-                    lines.warning("relay.aborted")
-                    relay.abort()
-                else:
-                    asked = True
-                    lines.info("relay.draining", in_flight_events=relay.progress.in_flight_events)
-                    relay.stop()
-
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, signalled)
-            lines.info("relay.started", version=__version__, name=settings.relay.name, admin_port=relay.admin.port)
-            try:
-                await relay.wait()
-            except asyncio.CancelledError:
-                if not asked:
-                    raise
-                raise RelayError("stopped without draining, by a second signal") from None
-    except RelayError as exc:  # for whoever reads the log; stderr gets the plain sentence
-        lines.error("relay.failed", error=exc)
-        raise
-    lines.info("relay.stopped", published_events=relay.progress.published_events)
+    daemon.run(config, from_now=from_now)
 
 
 @app.command()

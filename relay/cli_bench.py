@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from relay.cli_frame import Explained, Json, go, show
+from relay.cli_frame import Json, show
 from relay.errors import OperatorError
+from relay.frame import Explained, go
 
 benches = typer.Typer(help="Measure the relay on this machine, and compare results.")
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write a line per figure to this file.", metavar="FILE")]

@@ -6,7 +6,8 @@ from typing import Annotated, Self
 
 import typer
 
-from relay.cli_frame import ConfigFile, Json, go, load, show
+from relay.cli_frame import ConfigFile, Json, show
+from relay.frame import go, load
 
 
 def replay(

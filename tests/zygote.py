@@ -150,7 +150,7 @@ def _reap(children: dict[int, int]) -> None:
 
 def _become(arguments: list[str], out: int, err: int, foreign: list[int]) -> None:
     """A relay, until it ends."""
-    from relay.cli import main
+    from relay.__main__ import main
 
     code = 1
     try:
