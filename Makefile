@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
-# Else everything is compiled anew at each start: the first event comes 0.2 s later, and the process takes 6 MB more.
+# Else everything is compiled anew at each start: the first event comes later, and the process takes 6 MB more.
 unexport PYTHONDONTWRITEBYTECODE
 # Each worker has its own servers. Files run in the order of their folders, so that the short ones come last.
 WORKERS ?= 3

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -44,14 +46,14 @@ class Stage:
         """Until the time is over or a signal came; a second signal ends it without a verdict."""
         self._signals = Signals()
         with ExitStack() as stack:
-            postgres = self._start(stack, "PostgreSQL 18", PostgresServer("18"))
+            postgres = self._start(stack, "PostgreSQL 18", partial(PostgresServer, "18"))
             dsn = postgres.create_database("shop")
             consumer: Consumer
             if self._kafka:
-                kafka = self._start(stack, "Kafka (the first time Maven fetches it)", KafkaServer())
+                kafka = self._start(stack, "Kafka (the first time Maven fetches it)", KafkaServer)
                 consumer, broker, name = KafkaConsumer(kafka.bootstrap, TOPIC), kafka.bootstrap, "Kafka"
             else:
-                server = self._start(stack, "nats-server", NatsServer())
+                server = self._start(stack, "nats-server", NatsServer)
                 consumer, broker, name = JetStreamConsumer(server.url, STREAM), server.url, "NATS JetStream"
             relay = RelayProcess(dsn, broker, kafka=self._kafka)
             stack.callback(relay.close)
@@ -64,11 +66,12 @@ class Stage:
             finally:
                 self._console.print("[dim]stopping …[/]")
 
-    def _start(self, stack: ExitStack, what: str, server: Any) -> Any:
+    def _start(self, stack: ExitStack, what: str, make: Callable[[], Any]) -> Any:
         self._console.print(f"[dim]starting {what} …[/]")
-        started = stack.enter_context(server)
-        self._signals.act()
-        return started
+        try:
+            return stack.enter_context(make())
+        finally:
+            self._signals.act()  # also in place of an error: Ctrl-C in a terminal ends what fetches a server, too
 
     async def _perform(self, relay: RelayProcess, shop: Shop, consumer: Consumer) -> Summary:
         await setup(relay.config)
