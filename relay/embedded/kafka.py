@@ -50,7 +50,7 @@ appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = %d %p %c{1}: %m%n
 """
 
-# What Kafka's own start script gives it. With half the heap, the collector stops it more often, and p99 shows that.
+# What Kafka's own start script gives it; what other heaps did is in docs/benchmarks.md.
 _JVM = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
 
 
