@@ -17,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -29,7 +29,8 @@ from relay.errors import OperatorError
 # Below the range from which the kernel takes ports for outgoing connections: a server that is down for a restart must
 # not lose its port to a client's socket.
 _PORTS = range(15000, 32000)
-_given: set[int] = set()  # a port is given away once: whoever has it may start later, or be down for a while
+_BLOCK = 100
+_claims: list[socket.socket] = []
 
 # $1 pid, $2 signal, $3 folder to remove or "". A line on stdin means that the server was ended in the ordinary way.
 _WARDEN = """
@@ -47,17 +48,32 @@ class EmbeddedError(OperatorError):
     """A private server cannot be had, did not start or did not stop; the hint says what to install or to read."""
 
 
-def free_port() -> int:
-    """A port on loopback that nobody listens on and that no outgoing connection will be given."""
-    for port in random.sample(_PORTS, min(200, len(_PORTS))):
-        if port in _given:
+def _own_ports() -> Iterator[int]:
+    """Ports in blocks that no other process of ours takes from, each port once: whoever has it may start later.
+
+    A block is claimed by a name of the kernel's abstract sockets, which is free again when we have died, however.
+    """
+    for first in random.sample(_PORTS[::_BLOCK], len(_PORTS[::_BLOCK])):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0relay-ports-{first}")
+        except OSError:
+            claim.close()
             continue
-        with socket.socket() as probe:
+        _claims.append(claim)
+        yield from range(first, first + _BLOCK)
+
+
+_ports = _own_ports()
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on, nobody else will be given, and no outgoing connection either."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                _given.add(port)
-                return port
+            probe.bind(("127.0.0.1", port))
+            return port
     raise EmbeddedError("no free port on 127.0.0.1", hint=f"looked between {_PORTS.start} and {_PORTS.stop}")
 
 
