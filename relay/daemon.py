@@ -43,9 +43,9 @@ def usual(arguments: Sequence[str]) -> tuple[Path | None, bool] | None:
 
 
 def run(config: Path | None = None, *, from_now: bool = False) -> None:
+    settings = load(config, apart="relay.config" not in sys.modules)
     from relay import log  # noqa: PLC0415
 
-    settings = load(config)
     # Events live for milliseconds and form no cycles: looking for garbage among them every 700 is time lost.
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def load(path: Path | None) -> Config:
-    from relay import config, log  # noqa: PLC0415
-
+def load(path: Path | None, *, apart: bool = False) -> Config:
+    """The configuration; `apart`: checked by another process, so that the library that checks it is not loaded here."""
     default = Path("relay.toml")
     with Explained():
-        settings = config.load(path if path is not None else default if default.exists() else None)
+        if apart:
+            from relay.apart import load as read  # noqa: PLC0415
+        else:
+            from relay.config import load as read  # noqa: PLC0415
+        settings = read(path if path is not None else default if default.exists() else None)
+    from relay import log  # noqa: PLC0415
+
     log.configure(settings.log)  # talk goes to stderr: stdout is for results; only `run` changes that
     return settings
 

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+checked_apart = False
+"""Whether this process' configuration is checked in another (`relay.apart`); set before `relay.config` is loaded."""
+
 
 @contextmanager
 def without(name: str) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 What runs is the same as `python -m relay …`, in a process of its own. The zygote has no threads, no event loop and no
 connections. `Zygote.start` sends it the arguments, and stdout, stderr and a pipe for the status; on the pipe come the
-process id, and, when it has ended, what `os.waitpid` said. That a plain `python -m relay` starts is what the tests of
-demo, bench and packaging show.
+process id, and, when it has ended, what `os.waitpid` said. A plain `python -m relay run` also has its configuration
+checked in a process of its own: that it starts is what the tests of demo, bench, chaos and packaging show.
 """
 
 from __future__ import annotations

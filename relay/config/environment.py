@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from relay.config.root import Config
 from relay.errors import ConfigError
 from relay.schema import load_schemas
@@ -17,6 +15,8 @@ from relay.schema import load_schemas
 
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (if any), lay the environment over it, validate. Raises ConfigError with all faults."""
+    from pydantic import ValidationError  # noqa: PLC0415  where nothing is checked it is not loaded
+
     faults: list[str] = []
     tree: dict[str, Any] = {}
     if path is not None:

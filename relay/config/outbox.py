@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-
+from relay.config.checked import BeforeValidator, Field, field_validator, model_validator
 from relay.config.section import Section, Words, parsed
 from relay.presets import applied
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from relay.config.checked import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from relay.config.secret import read_secret, unreadable
 from relay.config.section import Positive, Section, Size, plain, size
 from relay.errors import ConfigError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-
+from relay.config.checked import BeforeValidator, Field, field_validator, model_validator
 from relay.config.outbox import Outbox, Routing
 from relay.config.postgres import Checkpoint, Database, Poll, SourceSection
 from relay.config.secret import SECRET_OPTION, mask_dsn, mask_url

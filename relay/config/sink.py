@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
-
+from relay.config.checked import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from relay.config.secret import mask_url, read_secret
 from relay.config.section import Duration, Positive, Section, Words, parsed
 
