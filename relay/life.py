@@ -28,6 +28,7 @@ from relay.claim import Claims
 from relay.claim_history import keep_history
 from relay.config import Checkpoint as CheckpointSection
 from relay.config import Config
+from relay.depth import depth_of
 from relay.errors import (
     AuthError,
     ContractError,
@@ -102,7 +103,15 @@ class Life:
         self._write_back = write_back
         self._store = CheckpointStore(session, config.relay.name)
         self._pipeline = Pipeline(
-            sink, config.delivery, progress, metrics, NOWHERE, write_back, self._sink_opened, self._prove
+            sink,
+            config.delivery,
+            progress,
+            metrics,
+            NOWHERE,
+            write_back,
+            opened=self._sink_opened,
+            opening=self._prove,
+            depth=depth_of(config),
         )
         self._begun: set[str] = set()  # destinations whose beginning is saved
         self._opened_before = False

@@ -21,6 +21,7 @@ import structlog
 from relay.audit import Audit
 from relay.backoff import Backoff
 from relay.config import Delivery
+from relay.depth import Depth
 from relay.errors import EventRejected, RelayError, SourceUnavailable, Superseded, TransientError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
@@ -60,6 +61,7 @@ class Pipeline:
         write_back: WriteBack | None = None,
         opened: Callable[[], Awaitable[None]] | None = None,
         opening: Callable[[], Awaitable[None]] | None = None,
+        depth: Depth | None = None,
     ) -> None:
         """`opening` is awaited before the sink is opened: opening may fence others off, so we must be the one.
 
@@ -72,6 +74,7 @@ class Pipeline:
         self._write_back = write_back
         self._opened = opened
         self._opening = opening
+        self._depth = depth or Depth(delivery.max_in_flight_events)
         self._window: deque[_Pending] = deque()
         self._filled = asyncio.Event()  # the window has something
         self._emptied = asyncio.Event()  # the window has nothing
@@ -231,11 +234,8 @@ class Pipeline:
             self._append(pending, group)
 
     async def _wait_for_room(self) -> None:
-        progress, delivery = self._progress, self._delivery
-        while (
-            progress.in_flight_events >= delivery.max_in_flight_events
-            or progress.in_flight_bytes >= delivery.max_in_flight_bytes
-        ):
+        progress, depth, most_bytes = self._progress, self._depth, self._delivery.max_in_flight_bytes
+        while progress.in_flight_events >= depth.events or progress.in_flight_bytes >= most_bytes:
             self._room.clear()
             await self._room.wait()
 
@@ -369,7 +369,9 @@ class Pipeline:
                 progress.last_error = progress.last_hint = ""
             committed_at = batch.events[0].transaction.committed_at if batch.events else 0.0
             delivery = time.time() - committed_at if committed_at else None
-            metrics.observe(delivery, time.monotonic() - pending.submitted_at)
+            now = time.monotonic()
+            metrics.observe(delivery, now - pending.submitted_at)
+            self._depth.answered(batch.count, now - pending.submitted_at, now)
             whole = self.covered is self.marks  # no part of a transaction is behind what is covered
             self._note_marks(batch.marks)
             if pending.injected is None:

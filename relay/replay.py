@@ -9,8 +9,8 @@ nothing in the table, the slot or the checkpoint.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -254,7 +254,7 @@ class Pace:
 
 def new_run() -> str:
     """Names a run; sorts by time."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.urandom(3).hex()}"
 
 
 async def replay(config: Config, wish: Wish, show: Show, *, dry_run: bool = False, detach: bool = False) -> Report:

@@ -24,7 +24,11 @@ class Relay(Section):
 
 class Delivery(Section):
     max_in_flight_events: int = Field(
-        5000, ge=1, le=50_000, description="Events read but not yet acknowledged, at most."
+        5000,
+        ge=1,
+        le=50_000,
+        description="Events read but not yet acknowledged, at most. With Kafka (idempotent) as many of them as the "
+        "brokers' round trip needs.",
     )
     max_in_flight_bytes: Size = Field(16 * 2**20, description="Bytes read but not yet acknowledged, at most.")
     max_batch_events: int = Field(500, ge=1, description="Events that travel together, at most.")
