@@ -51,6 +51,7 @@ def _check(path: Path | None, writing: int) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends in a moment; the other one answers Ctrl-C
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # … and then nobody listens: no reason to complain
         from relay import config  # noqa: PLC0415
 
         result: Config | ConfigError

@@ -126,6 +126,24 @@ def test_a_check_that_could_not_end(tmp_path: Path) -> None:
     assert ended.stderr == "error: the configuration could not be checked: the process that does it ended with -9\n"
 
 
+def test_interrupted_meanwhile(tmp_path: Path) -> None:
+    """Ctrl-C reaches both; the one that checks finds nobody left to tell, and says nothing."""
+    before = """
+import os, signal, time, tomllib
+def loads(_):
+    parent = os.getppid()
+    os.kill(parent, signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    return {}
+tomllib.loads = loads
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+    ended = apart(written(tmp_path, ""), before)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_nothing_is_made_and_nothing_changed_where_nothing_is_checked(tmp_path: Path) -> None:
     code = """
 from relay.config import Delivery
