@@ -38,8 +38,7 @@ def load(path: Path | None) -> Config:
     with os.fdopen(reading, "rb") as answers:
         answer = answers.read()
     _, status = os.waitpid(child, 0)
-    if not answer:
-        how = os.waitstatus_to_exitcode(status)
+    if how := os.waitstatus_to_exitcode(status):  # else the answer is whole
         raise RelayError(f"the configuration could not be checked: the process that does it ended with {how}")
     result: Config | ConfigError = pickle.loads(answer)  # noqa: S301  from ourselves
     if isinstance(result, ConfigError):

@@ -1,8 +1,8 @@
 """How deep the window is: enough events in flight for the broker's round trip, not all that are allowed.
 
 What is in flight is memory, and with Kafka three times as much as elsewhere: its client has copies. A broker that
-answers within milliseconds is kept busy by some thousand events, one that is far away needs more. As in TCP's BBR, the
-depth is somewhat more than the rate times the round trip, and that is the shortest wait for an acknowledgement of
+answers within milliseconds is kept busy by a thousand events or so, one that is far away needs more. As in TCP's BBR,
+the depth is somewhat more than the rate times the round trip, and that is the shortest wait for an acknowledgement of
 late: behind a broker that is merely busy the waits differ, and the shortest is far below what the window makes of
 them; at a distance they are all alike, and the depth grows until the rate does not. It never exceeds what the user
 allows.

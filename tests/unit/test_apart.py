@@ -119,9 +119,22 @@ def test_the_same_faults(tmp_path: Path) -> None:
     )
 
 
-def test_a_check_that_could_not_end(tmp_path: Path) -> None:
-    """Such as for want of memory: one sentence, and no relay."""
-    ended = apart(written(tmp_path, ""), "import os, tomllib\ntomllib.loads = lambda _: os.kill(os.getpid(), 9)\n")
+AT_ONCE = "import os, tomllib\ntomllib.loads = lambda _: os.kill(os.getpid(), 9)\n"
+IN_ITS_ANSWER = """
+import os, pickle
+class Killed(pickle.Pickler):
+    def __init__(self, file, protocol):
+        file.write(bytes([128]))
+        file.flush()
+        os.kill(os.getpid(), 9)
+pickle.Pickler = Killed
+"""
+
+
+@pytest.mark.parametrize("killed", [AT_ONCE, IN_ITS_ANSWER])
+def test_a_check_that_could_not_end(killed: str, tmp_path: Path) -> None:
+    """Such as for want of memory, before its answer or in it: one sentence, and no relay."""
+    ended = apart(written(tmp_path, ""), killed)
     assert ended.returncode == 1
     assert ended.stderr == "error: the configuration could not be checked: the process that does it ended with -9\n"
 
