@@ -30,7 +30,6 @@ from relay.errors import OperatorError
 # not lose its port to a client's socket.
 _PORTS = range(15000, 32000)
 _BLOCK = 100
-_claims: list[socket.socket] = []
 
 # $1 pid, $2 signal, $3 folder to remove or "". A line on stdin means that the server was ended in the ordinary way.
 _WARDEN = """
@@ -60,7 +59,7 @@ def _own_ports() -> Iterator[int]:
         except OSError:
             claim.close()
             continue
-        _claims.append(claim)
+        claim.detach()  # open until we end
         yield from range(first, first + _BLOCK)
 
 
