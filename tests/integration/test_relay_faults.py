@@ -11,6 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from relay.depth import LEAST
 from relay.embedded import KafkaServer, NatsServer, PostgresServer
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
@@ -272,6 +273,32 @@ async def test_kafka_goes_and_comes_back(
 
 
 # --- WAL and memory
+
+
+@pytest.mark.guarantee("G8")
+async def test_only_what_the_round_trip_needs_is_read_while_kafka_does_not_answer(
+    database: Database, own_kafka: KafkaServer, prefix: str, tmp_path: Path
+) -> None:
+    path = await prepare(tmp_path, settings(database.dsn, kafka_sink(own_kafka.bootstrap), source={"slot": prefix}))
+    await asyncio.to_thread(create_topic, own_kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        ledger.write(10)
+        await relay.has_published(len(ledger.journal))
+        own_kafka.freeze()
+        ledger.write(70, 100)
+        in_flight: list[int] = []
+
+        def reading_has_stopped() -> bool:
+            in_flight.append(relay.status["in_flight"]["events"])
+            return in_flight[-1] > 500 and len(in_flight) > 5 and len(set(in_flight[-5:])) == 1
+
+        await eventually(reading_has_stopped, "reading has stopped", context=lambda: relay.output)
+        own_kafka.thaw()
+        assert LEAST <= in_flight[-1] < LEAST + 500
+        stored = await ledger.arrived(lambda: asyncio.to_thread(read_kafka, own_kafka.bootstrap, prefix), relay)
+        ledger.check(stored, duplicates=len(stored))
 
 
 @pytest.mark.guarantee("G7")
