@@ -35,13 +35,13 @@ log = structlog.get_logger("relay.pipeline")
 
 
 class _Pending:
-    """A batch that is not acknowledged yet, and the task that publishes it (None: not submitted)."""
+    """A batch that is not acknowledged yet, and what will tell that it is (None: not submitted)."""
 
     __slots__ = ("batch", "events", "injected", "last_commit", "submitted_at", "task")
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.task: asyncio.Task[Sequence[Rejected] | RelayError] | None = None
+        self.task: asyncio.Future[Sequence[Rejected]] | None = None
         self.submitted_at = 0.0
         self.last_commit = batch.events[-1].transaction.commit_lsn
         self.events: Sequence[Event] = ()  # all of them, for write-back: a retry leaves fewer in the batch
@@ -93,7 +93,7 @@ class Pipeline:
         self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
         self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
         self._settled = False
-        self._group: asyncio.TaskGroup | None = None  # while it runs
+        self._running = False
         self._ending = False  # nothing is injected any more
         self._injecting = False
         self._uncountable = 0  # what the sink itself says of its marks
@@ -144,12 +144,11 @@ class Pipeline:
         returned. Within the same bounds as the others. When the pipeline ends, it waits to be cancelled.
         """
         await self._wait_for_room()
-        if self._ending or self._group is None:
+        if self._ending or not self._running:
             await asyncio.get_running_loop().create_future()
-        assert self._group is not None
         pending = _Pending(batch)
         pending.injected = asyncio.get_running_loop().create_future()
-        self._append(pending, self._group)
+        self._append(pending)
         return await pending.injected
 
     async def run(self, source: Source) -> None:
@@ -161,7 +160,7 @@ class Pipeline:
             progress = self._progress
             progress.in_flight_events = progress.in_flight_bytes = 0
             progress.oldest_in_flight = progress.oldest_commit_at = None
-            self._group = None
+            self._running = False
             for pending in self._window:
                 if pending.injected is not None:
                     pending.injected.cancel()
@@ -171,9 +170,9 @@ class Pipeline:
     async def _run(self, source: Source) -> None:
         self._over = self._ending = False
         async with asyncio.TaskGroup() as group:
-            self._group = group
-            completer = group.create_task(self._complete(group))
-            self._reader = group.create_task(self._read(source.batches(), group))
+            self._running = True
+            completer = group.create_task(self._complete())
+            self._reader = group.create_task(self._read(source.batches()))
             try:
                 await asyncio.wait((self._reader,))
                 failure = None if self._reader.cancelled() else self._reader.result()
@@ -186,11 +185,19 @@ class Pipeline:
                 # Client libraries swallow a cancellation now and then (nats-py while it flushes): the flag survives it.
                 self._over = True
                 completer.cancel()
-                for pending in self._window:
-                    if pending.task is not None:
-                        pending.task.cancel()
+                await self._abandon()
             if failure is not None:
                 raise failure
+
+    async def _abandon(self) -> None:
+        tasks = [pending.task for pending in self._window if pending.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled() and not isinstance(task.exception(), RelayError | None):
+                task.result()  # a fault of ours
 
     def stop(self) -> None:
         """Read no more; `run` drains and returns."""
@@ -198,11 +205,11 @@ class Pipeline:
         if self._reader is not None:
             self._reader.cancel()
 
-    async def _read(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> TransientError | None:
+    async def _read(self, batches: AsyncIterator[Batch]) -> TransientError | None:
         """Hand on what the source has; a source that went away is returned, not raised: the window drains first."""
         try:
             try:
-                await self._hand_on(batches, group)
+                await self._hand_on(batches)
             finally:
                 self._ending = True
             # A source that has no more is done when everything is acknowledged, however long the broker is away: the
@@ -212,7 +219,7 @@ class Pipeline:
             return exc
         return None
 
-    async def _hand_on(self, batches: AsyncIterator[Batch], group: asyncio.TaskGroup) -> None:
+    async def _hand_on(self, batches: AsyncIterator[Batch]) -> None:
         window = self._window
         async for batch in self._whole(batches):
             if batch.rejected:
@@ -231,7 +238,7 @@ class Pipeline:
             if self._write_back is not None:
                 pending.events = batch.events[:]
                 await self._write_back.room()
-            self._append(pending, group)
+            self._append(pending)
 
     async def _wait_for_room(self) -> None:
         progress, depth, most_bytes = self._progress, self._depth, self._delivery.max_in_flight_bytes
@@ -239,7 +246,7 @@ class Pipeline:
             self._room.clear()
             await self._room.wait()
 
-    def _append(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
+    def _append(self, pending: _Pending) -> None:
         progress, batch = self._progress, pending.batch
         if not self._window:
             progress.oldest_in_flight = batch.received_at
@@ -250,7 +257,7 @@ class Pipeline:
         progress.in_flight_events += batch.count
         progress.in_flight_bytes += batch.size_bytes
         if self._up:
-            self._submit(pending, group)
+            self._submit(pending)
 
     async def _whole(self, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
         """For a sink with marks: what belongs to the LSN, and the beginning of the next transaction, apart.
@@ -267,19 +274,13 @@ class Pipeline:
                     batch = Batch(events[at:], end, batch.size_bytes - size, batch.received_at)  # noqa: PLW2901
             yield batch
 
-    def _submit(self, pending: _Pending, group: asyncio.TaskGroup) -> None:
+    def _submit(self, pending: _Pending) -> None:
         pending.submitted_at = time.monotonic()
         pending.batch.settled = self._settled
-        pending.task = group.create_task(self._publish(pending.batch))
+        pending.task = asyncio.ensure_future(self._sink.publish(pending.batch))
         self._progress.publish_attempts += len(pending.batch.events)
 
-    async def _publish(self, batch: Batch) -> Sequence[Rejected] | RelayError:
-        try:
-            return await self._sink.publish(batch)
-        except RelayError as exc:
-            return exc
-
-    async def _complete(self, group: asyncio.TaskGroup) -> None:
+    async def _complete(self) -> None:
         """Open the sink, then finish batches first-in first-out; after a failure begin again."""
         backoff = Backoff(self._delivery.backoff_initial, self._delivery.backoff_max)
         while True:
@@ -293,7 +294,7 @@ class Pipeline:
                     log.info("sink.opened")
                 for pending in self._window:
                     if pending.task is None:
-                        self._submit(pending, group)
+                        self._submit(pending)
                 await self._finish(backoff)
                 return
             except (Superseded, SourceUnavailable):
@@ -348,10 +349,11 @@ class Pipeline:
                 await self._filled.wait()
             pending = window[0]
             assert pending.task is not None
-            outcome = await pending.task
-            if isinstance(outcome, RelayError):
+            try:
+                outcome = await pending.task
+            except RelayError:
                 progress.publish_failures += len(pending.batch.events)
-                raise outcome
+                raise
             if outcome and pending.injected is None:
                 self._reject(outcome)
             if self._write_back is not None:
@@ -400,7 +402,7 @@ class Pipeline:
         if tasks:
             await asyncio.wait(tasks)
         for pending in self._window:
-            if pending.task is not None and isinstance(pending.task.result(), RelayError):
+            if pending.task is not None and isinstance(pending.task.exception(), RelayError):
                 pending.task = None
 
     def _note_marks(self, marks: Mapping[str, int]) -> None:

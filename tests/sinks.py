@@ -78,9 +78,8 @@ def batches_of(events: Sequence[Event], size: int) -> list[Batch]:
 
 async def publish_overlapping(sink: Sink, batches: Sequence[Batch]) -> list[Rejected]:
     """All at once, in order; what a sink may rely on."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(sink.publish(batch)) for batch in batches]
-    return [rejected for task in tasks for rejected in task.result()]
+    results = await asyncio.gather(*(sink.publish(batch) for batch in batches))
+    return [rejected for result in results for rejected in result]
 
 
 async def publish_as_pipeline(

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from relay.event import Batch, Rejected
 
 if TYPE_CHECKING:
     from relay.config import Config
+    from relay.errors import RelayError
 
 
 UNCOUNTABLE = ""
@@ -50,19 +52,28 @@ class Sink(Protocol):
         Raises SinkUnavailable when waiting may help, an OperatorError (SetupError, AuthError) when it will not.
         """
 
-    async def publish(self, batch: Batch) -> Sequence[Rejected]:
-        """Return when every event of the batch is durable, except the ones returned as rejected; raise otherwise.
+    def publish(self, batch: Batch) -> Awaitable[Sequence[Rejected]]:
+        """Done when every event of the batch is durable, except the ones returned as rejected; raises otherwise.
 
-        Called in order, and may overlap: the part before the first await runs in the order of the calls. After the
-        first event that is not stored, nothing later of its key becomes durable until it is submitted again. A call
-        that raises leaves in `batch.events` only the events that are not known to be durable, and makes the others
-        that are unfinished raise too; the pipeline then opens the sink again and submits the unfinished batches in
-        order.
+        The call itself never waits and never raises. What it returns is a coroutine, which has to be started at once,
+        or a future, when the batch is on its way already: one task less for each batch (ADR 0018). Called in order, and
+        may overlap. After the first event that is not stored, nothing later of its key becomes durable until it is
+        submitted again. A batch that fails keeps in `batch.events` only the events that are not known to be durable,
+        and makes the others that are unfinished fail too; the pipeline then opens the sink again and submits the
+        unfinished batches in order.
         """
         ...
 
     async def close(self) -> None:
         """Let go of the connection; never waits for the broker. Safe to call in any state, and more than once."""
+
+
+def failed(error: RelayError) -> asyncio.Future[Sequence[Rejected]]:
+    """What `publish` returns when it knows at once."""
+    future: asyncio.Future[Sequence[Rejected]] = asyncio.get_running_loop().create_future()
+    future.set_exception(error)
+    future.exception()  # whoever gave up meanwhile does not ask
+    return future
 
 
 def open_plain_sink(config: Config) -> Sink:

@@ -10,17 +10,17 @@ This module opens, closes and chooses; the connection is in `nats_connection`, t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from relay.config import JetStream
 from relay.errors import OperatorError, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Rejected
-from relay.sink import ROUTING, UNCOUNTABLE
+from relay.sink import ROUTING, UNCOUNTABLE, failed
 from relay.sink.nats_chain import Chain, read_chain
 from relay.sink.nats_connection import ApiError, NatsConnection
 from relay.sink.nats_fence import FencedWindow
 from relay.sink.nats_streams import Streams
-from relay.sink.nats_window import Window
+from relay.sink.nats_window import Flight, Window
 
 log = logging.getLogger("relay.sink.nats")
 
@@ -153,20 +153,27 @@ class JetStreamSink:
         dedupes = all(stream.duplicate_window >= 2 * config.ack_timeout for stream in streams.known)
         window.begin(chains, with_ids=not poisoned, dedupes=dedupes and not poisoned, uncountable=not countable)
 
-    async def publish(self, batch: Batch) -> Sequence[Rejected]:
-        window = self._window
-        if window is None or self._connection is None:
-            raise SinkUnavailable("the connection to NATS is not open")
-        flight = window.submit(batch)
-        if flight.lookup:
-            try:
-                await self._streams.load(self._connection)
-            except RelayError as exc:
-                window.fail(exc)
-            except BaseException:
-                window.fail(SinkUnavailable("the look for streams was interrupted"))
-                raise
-            window.release()
+    def publish(self, batch: Batch) -> Awaitable[Sequence[Rejected]]:
+        window, connection = self._window, self._connection
+        if window is None or connection is None:
+            return failed(SinkUnavailable("the connection to NATS is not open"))
+        try:
+            flight = window.submit(batch)
+        except RelayError as exc:
+            return failed(exc)
+        return self._publish_after_lookup(connection, window, flight) if flight.lookup else flight.future
+
+    async def _publish_after_lookup(
+        self, connection: NatsConnection, window: Window, flight: Flight
+    ) -> Sequence[Rejected]:
+        try:
+            await self._streams.load(connection)
+        except RelayError as exc:
+            window.fail(exc)
+        except BaseException:
+            window.fail(SinkUnavailable("the look for streams was interrupted"))
+            raise
+        window.release()
         return await flight.future
 
     async def close(self) -> None:

@@ -20,13 +20,14 @@ and have no order among themselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 
 import structlog
 
 from relay import config
 from relay.errors import EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Rejected
+from relay.sink import failed
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing
 from relay.sink.kafka_session import Lane, Logs, Session
@@ -52,7 +53,7 @@ class KafkaSink:
         self._user_options = section.librdkafka()
         self._options = producer_options(self._user_options)
         self._session: Session | None = None
-        self._waiting = 0  # publishes that could not hand over at once; later ones queue behind them
+        self._waiting: set[object] = set()  # publishes that could not hand over at once; later ones queue behind them
         self._turn = asyncio.Lock()
         self._suspects: set[Content] = set()
         self._culprits = 0
@@ -75,14 +76,32 @@ class KafkaSink:
             if not session.careful:
                 self._suspects |= session.refused
 
-    async def publish(self, batch: Batch) -> Sequence[Rejected]:
-        session, opening = self._usable(), self._opening
+    def publish(self, batch: Batch) -> Awaitable[Sequence[Rejected]]:
         flight = None
-        if not self._waiting and not session.careful:
-            flight = session.launch(batch)
-            if not session.produce(flight):
-                return await flight.future
-        self._waiting += 1
+        try:
+            session = self._usable()
+            if not self._waiting and not session.careful:
+                flight = session.launch(batch)
+                if not session.produce(flight):
+                    return flight.future
+        except RelayError as exc:
+            return failed(exc)
+        turn = object()
+        self._waiting.add(turn)
+        task = session.loop.create_task(self._publish_in_turn(turn, session, batch, flight, self._opening))
+
+        def over(_: object) -> None:
+            if turn in self._waiting:  # cancelled before it began
+                self._waiting.remove(turn)
+                session.fail(_cancelled())
+
+        task.add_done_callback(over)
+        return task
+
+    async def _publish_in_turn(
+        self, turn: object, session: Session, batch: Batch, flight: Flight | None, opening: int
+    ) -> Sequence[Rejected]:
+        """Something is in the way: hand over when it is our turn."""
         try:
             async with self._turn:
                 if flight is None:
@@ -94,7 +113,7 @@ class KafkaSink:
                     flight = session.launch(batch)
                 await self._hand_over(session, flight)
         finally:
-            self._waiting -= 1
+            self._waiting.remove(turn)
         return await flight.future
 
     def _usable(self, opening: int | None = None) -> Session:
@@ -125,8 +144,8 @@ class KafkaSink:
                     await self._admit(session, {event.topic for event in rest if legal_topic(event.topic)})
         except RelayError as exc:
             session.fail(exc)
-        except BaseException:  # cancelled half-way: what comes behind must not be sent before the rest of it
-            session.fail(SinkUnavailable("Kafka: publishing was cancelled"))
+        except BaseException:
+            session.fail(_cancelled())
             raise
 
     async def _publish_singly(self, session: Session, batch: Batch) -> Sequence[Rejected]:
@@ -199,3 +218,8 @@ class KafkaSink:
             replication_factor=self._section.replication_factor,
             timeout=self._section.connect_timeout,
         )
+
+
+def _cancelled() -> SinkUnavailable:
+    """What comes behind a batch that was not handed over wholly must not be sent before the rest of it."""
+    return SinkUnavailable("Kafka: publishing was cancelled")

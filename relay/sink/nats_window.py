@@ -265,7 +265,8 @@ class Window:
     def _finish(self, flight: Flight) -> None:
         del self._flights[flight]
         if not flight.future.done():  # or its publish call was cancelled
-            flight.future.set_result([rejected for _, rejected in sorted(flight.rejected.items())])
+            rejected = flight.rejected
+            flight.future.set_result([rejected[at] for at in sorted(rejected)] if rejected else ())
 
     # ---------------------------------------------------------------------------------------------- rejected and failed
 
@@ -316,6 +317,7 @@ class Window:
                 flight.batch.events = self._unfinished(flight)
             if not flight.future.done():
                 flight.future.set_exception(nats_acks.again(error))
+                flight.future.exception()  # whoever gave up meanwhile does not ask
         for state in (self._flights, self._pending, self._lanes, self._blocked, self._routes):
             state.clear()
         self._held = None

@@ -284,7 +284,7 @@ async def test_a_first_event_that_nobody_waits_for_holds_nobody_up(own_kafka: Ka
     )
     await sink.open()
     own_kafka.freeze()
-    first = asyncio.create_task(sink.publish(batch_of([make_event(0, topic=prefix, key=b"k")])))
+    first = asyncio.ensure_future(sink.publish(batch_of([make_event(0, topic=prefix, key=b"k")])))
     await asyncio.sleep(0)
     assert not first.done()
     first.cancel()
