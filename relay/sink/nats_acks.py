@@ -72,6 +72,7 @@ class AckParser:
         self._on_acks = on_acks
         self._on_reply = on_reply
         self._tail = b""  # the beginning of a frame of ours whose end has not arrived yet
+        self.parsed = 0  # bytes that `parse` was given and is done with
         name = re.escape(inbox)
         plain = (
             rb"MSG %b\.(\d++) \d++ \d++\r\n"
@@ -87,18 +88,34 @@ class AckParser:
         self._inner.reset()
 
     async def parse(self, data: bytes = b"") -> None:
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        elif self._inner.buf or self._inner.state != AWAITING_CONTROL_LINE:
-            await self._inner.parse(data)  # in the middle of a frame of somebody else: its end is not ours to find
-            return
+        given = len(data)
+        try:
+            if self._tail:
+                data = self._tail + data
+                self._tail = b""
+            elif self._foreign:
+                await self._inner.parse(data)  # its end is not ours to find
+                return
+            if data := self._run_of_acks(data):
+                await self._frames(data)
+        finally:
+            self.parsed += given
+
+    def take(self, data: bytes) -> bytes:
+        """What came behind everything that was parsed: take the leading acks out of it, and return the rest."""
+        return data if self._tail or self._foreign else self._run_of_acks(data)
+
+    @property
+    def _foreign(self) -> bool:
+        """In the middle of a frame of somebody else."""
+        return bool(self._inner.buf) or self._inner.state != AWAITING_CONTROL_LINE
+
+    def _run_of_acks(self, data: bytes) -> bytes:
         parts = self._plain.split(data)  # [before, token, between, token, …, rest]
-        if len(parts) > 1 and not any(parts[:-1:2]):
-            self._on_acks(parts[1::2])
-            data = parts[-1]
-        if data:
-            await self._frames(data)
+        if len(parts) == 1 or any(parts[:-1:2]):
+            return data
+        self._on_acks(parts[1::2])
+        return parts[-1]
 
     async def _frames(self, data: bytes) -> None:
         """Frame by frame, when there is more than plain acks."""

@@ -36,6 +36,7 @@ with without("aiohttp"):  # for websockets: a fifth of the time to the first eve
 from relay.config import JetStream, Tls, mask_url, read_secret
 from relay.errors import AuthError, ConfigError, ProtocolError, RelayError, SetupError, SinkUnavailable
 from relay.sink.nats_acks import AckParser
+from relay.sink.nats_tap import Tap
 
 log = structlog.get_logger("relay.sink.nats")
 
@@ -385,6 +386,13 @@ class _Wire:
 
     def intercept(self, parser: AckParser) -> None:
         self._client._ps = parser  # noqa: SLF001
+        if (waiting := self._waiting()) is not None:
+            self._io.set_protocol(Tap(self._io.get_protocol(), parser, waiting))
+
+    def _waiting(self) -> int | None:
+        """Bytes that arrived and were not read by nats-py yet; None where nobody can tell."""
+        buffer = getattr(getattr(self._transport, "_io_reader", None), "_buffer", None)
+        return None if buffer is None else len(buffer)
 
     def encrypted(self) -> bool:
         if self._io is not None:

@@ -68,6 +68,7 @@ class FencedWindow(Window):
         self._unanswered = 0  # of them
         self._later: deque[Flight] = deque()  # batches behind that one
         self._uncountable = False  # a mark was given that is not countable
+        self._plain = False  # nothing is left of what was read back, and there is no danger: every event is a new one
         self.suspicious = careful  # the next window should be careful
         self.gaps = False  # the server refused an event, and later ones are stored
         self.skipped = 0  # events that were stored already
@@ -105,7 +106,7 @@ class FencedWindow(Window):
 
     def _send(self, flight: Flight) -> None:
         flight.first = self._next
-        if flight.batch.settled:
+        if flight.batch.settled and not self._plain:
             self._settle()
         if self._waves is not None:
             self._later.append(flight)
@@ -121,10 +122,11 @@ class FencedWindow(Window):
             self._met.clear()
         for chain in self._chains.values():
             chain.settle()
+        self._plain = not self._endangered
 
     def _send_now(self, flight: Flight) -> None:
+        events = flight.batch.events
         if self._careful or self._endangered:
-            events = flight.batch.events
             singly = self._careful or not self._dedupes
             self._waves = deque([place] for place in range(len(events))) if singly else _waves(events)
             flight.remaining = len(events)
@@ -133,8 +135,8 @@ class FencedWindow(Window):
         token = b"%d" % self._next
         self._next += 1
         reply = b"%b.%b " % (self._connection.inbox, token)
-        quick, done = self._quick_frames(flight.batch.events, reply)
-        frames = self._frames(flight, range(done, len(flight.batch.events)), reply)
+        quick, done = self._quick_frames(events, reply)
+        frames = self._frames(flight, range(done, len(events)), reply) if done < len(events) else []
         flight.remaining = done + len(frames)
         if self._atomic:
             frames, flight.remaining = self._batched(frames, token)
@@ -159,11 +161,13 @@ class FencedWindow(Window):
 
     @property
     def _endangered(self) -> bool:
-        return any(chain.sent < chain.danger for chain in self._chains.values())
+        return not self._plain and any(chain.sent < chain.danger for chain in self._chains.values())
 
     @property
     def _special(self) -> bool:
         """Whether events must be looked at one by one: some are stored already, or may not be sent."""
+        if self._plain:
+            return bool(self._blocked)
         return bool(self._blocked or self._met or any(chain.counting for chain in self._chains.values()))
 
     def _quick_frames(self, events: list[Event], reply: bytes) -> tuple[list[Frame], int]:
@@ -276,9 +280,12 @@ class FencedWindow(Window):
     def _marks(self) -> dict[str, int]:
         """How far the streams are covered once everything that was submitted so far is complete."""
         chains = self._chains.values()
-        marks = {chain.stream: chain.covered(self._met) for chain in chains}
-        # Waves are not in the order of the events.
-        uncountable = not all(chain.countable for chain in chains) or self._endangered
+        if self._plain:
+            marks, uncountable = {chain.stream: chain.sent for chain in chains}, False
+        else:
+            marks = {chain.stream: chain.covered(self._met) for chain in chains}
+            # Waves are not in the order of the events.
+            uncountable = not all(chain.countable for chain in chains) or self._endangered
         if uncountable or self._uncountable:
             self._uncountable = True
             marks[UNCOUNTABLE] = int(uncountable)
@@ -289,7 +296,7 @@ class FencedWindow(Window):
     def on_acks(self, tokens: list[bytes]) -> None:
         if self.failure is not None:
             return
-        for token, count in Counter(tokens).items():
+        for token, count in Counter(tokens).items() if len(tokens) > 1 else ((tokens[0], 1),):
             flight = self._waiting.get(token)
             if flight is None:
                 continue

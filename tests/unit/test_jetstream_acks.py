@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.protocol.parser import Parser
 
@@ -19,6 +20,7 @@ from relay.lsn import LSN
 from relay.sink.nats_acks import Ack, AckParser, InnerParser, again, judge, read
 from relay.sink.nats_connection import Frame, NatsConnection
 from relay.sink.nats_streams import StreamState
+from relay.sink.nats_tap import Tap
 from relay.sink.nats_window import Flight, Window
 
 INBOX = b"_INBOX.abc"
@@ -83,10 +85,11 @@ KINDS: list[Callable[[int], bytes]] = [
 _frames = st.lists(st.one_of(st.sampled_from(KINDS), st.sampled_from(OTHERS)), max_size=25)
 
 
-@given(_frames, st.lists(st.integers(0, 3000), max_size=30))
-def test_every_ack_is_seen_once_however_the_bytes_are_split(
-    frames: list[Callable[[int], bytes] | tuple[bytes, bytes]], cuts: list[int]
-) -> None:
+_Frames = list[Callable[[int], bytes] | tuple[bytes, bytes]]
+
+
+def on_the_wire(frames: _Frames) -> tuple[bytes, list[bytes], list[bytes]]:
+    """The bytes, the tokens of our acks in them, and what is for others."""
     wire, expected, others = b"", [], []
     for token, frame in enumerate(frames):
         if isinstance(frame, tuple):
@@ -95,6 +98,12 @@ def test_every_ack_is_seen_once_however_the_bytes_are_split(
         else:
             wire += frame(token)
             expected.append(b"%d" % token)
+    return wire, expected, others
+
+
+@given(_frames, st.lists(st.integers(0, 3000), max_size=30))
+def test_every_ack_is_seen_once_however_the_bytes_are_split(frames: _Frames, cuts: list[int]) -> None:
+    wire, expected, others = on_the_wire(frames)
     seen: list[bytes] = []
     client = Client(lambda token, _: seen.append(token))
     parser = AckParser(
@@ -109,6 +118,74 @@ def test_every_ack_is_seen_once_however_the_bytes_are_split(
     asyncio.run(feed())
     assert seen == expected
     assert client.others == others
+
+
+class Reader(asyncio.Protocol):
+    """nats-py's: what it is given waits until somebody reads."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+
+    async def read(self, parser: AckParser, size: int) -> None:
+        now, self.buffer = self.buffer[:size], self.buffer[size:]
+        if now:
+            await parser.parse(now)
+
+
+@given(_frames, st.randoms(use_true_random=False))
+@settings(max_examples=300)
+def test_the_tap_keeps_the_order_of_the_bytes(frames: _Frames, chance: random.Random) -> None:
+    """However much arrives at a time, and however late nats-py's task gets to read what was passed on to it."""
+    wire, expected, others = on_the_wire(frames)
+    ends = list(accumulate(len(on_the_wire([frame])[0]) for frame in frames))  # roughly: tokens have more digits
+    cuts = {cut for cut in (*ends, *(chance.randrange(len(wire) + 1) for _ in frames)) if chance.random() < 0.5}
+    seen: list[bytes] = []
+    client = Client(lambda token, _: seen.append(token))
+    parser = AckParser(
+        cast("InnerParser", Parser(client)), INBOX, seen.extend, lambda token, _status, _payload: seen.append(token)
+    )
+    reader = Reader()
+    before = chance.choice([0, 0, len(wire) // 2])
+    reader.data_received(wire[:before])
+    tap = Tap(reader, parser, waiting=before)
+
+    async def feed() -> None:
+        for start, end in pairwise(sorted({before, len(wire), *(cut for cut in cuts if before < cut < len(wire))})):
+            tap.data_received(wire[start:end])
+            if chance.random() < 0.5:
+                await reader.read(parser, chance.choice([10, len(wire)]))
+        await reader.read(parser, len(wire))
+
+    asyncio.run(feed())
+    assert seen == expected
+    assert client.others == others
+
+
+def test_a_plain_ack_does_not_wait_for_a_task() -> None:
+    seen: list[bytes] = []
+    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, seen.extend, lambda *_: None)
+    reader = Reader()
+    tap = Tap(reader, parser, waiting=0)
+    tap.data_received(plain(1) + plain(2))
+    assert seen == [b"1", b"2"]
+    tap.data_received(b"PING\r\n" + plain(3))
+    tap.data_received(plain(4))  # behind what waits in the reader
+    assert (seen, reader.buffer) == ([b"1", b"2"], b"PING\r\n" + plain(3) + plain(4))
+
+
+@pytest.mark.parametrize("subject", [b"other", INBOX + b".9"])
+def test_what_looks_like_an_ack_inside_of_a_message_is_none(subject: bytes) -> None:
+    seen: list[bytes] = []
+    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, seen.extend, lambda *_: None)
+    reader = Reader()
+    tap = Tap(reader, parser, waiting=0)
+    tap.data_received(b"MSG %b 1 %d\r\n" % (subject, len(plain(7))))
+    asyncio.run(reader.read(parser, 1000))
+    tap.data_received(plain(7))
+    assert (seen, reader.buffer) == ([], plain(7))
 
 
 def test_plain_acks_come_many_at_a_time_and_others_with_status_and_payload() -> None:
