@@ -132,12 +132,12 @@ def _model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _kind(field: FieldInfo) -> str:
-    for part in field.metadata:
-        if isinstance(part, BeforeValidator) and part.func in _KINDS:
-            return _KINDS[part.func]
     annotation = field.annotation
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(each for each in get_args(annotation) if each is not types.NoneType)
+    for part in (*field.metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(part, BeforeValidator) and part.func in _KINDS:
+            return _KINDS[part.func]
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) is dict:

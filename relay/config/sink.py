@@ -20,7 +20,11 @@ class Stream(Section):
     create: bool = Field(False, description="Create the stream when it is missing.")
     replicas: int = Field(1, ge=1, le=5, description="Replicas of a stream that the relay creates.")
     max_age: Duration = Field(0.0, description="Age limit of a stream that the relay creates; 0 keeps for ever.")
-    duplicate_window: Positive = Field(120.0, description="Dedupe window of a stream that the relay creates.")
+    duplicate_window: Positive | None = Field(
+        None,
+        description="Dedupe window of a stream that the relay creates. By default two minutes; where the stream is "
+        "fenced, which does without, two `ack_timeout`s.",
+    )
 
     @field_validator("name")
     @classmethod

@@ -22,6 +22,7 @@ _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
 _NO_PEERS = 10005
 _NOT_ENABLED = (10039, 10076)
+_DUPLICATE_WINDOW = 120.0  # nats-server's own default
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class Streams:
     def __init__(self, config: JetStream) -> None:
         self._configured = config.streams
         self._atomic = config.atomic
+        self._mode = config.mode
+        self._ack_timeout = config.ack_timeout
         self.prefix = f"$JS.{config.domain}.API" if config.domain else "$JS.API"
         self.known: list[StreamState] = []
 
@@ -113,7 +116,12 @@ class Streams:
         """Read the streams from the server; create what is missing and may be created."""
         try:
             if self._configured:
-                self.known = [await self._expected(connection, stream) for stream in self._configured]
+                states = [await self._found(connection, stream) for stream in self._configured]
+                window = self._usual_window(states)
+                self.known = [
+                    self._checked(stream, state or await self._create(connection, stream, window))
+                    for stream, state in zip(self._configured, states, strict=True)
+                ]
             else:
                 self.known = await self._all(connection)
         except ApiError as exc:
@@ -140,7 +148,8 @@ class Streams:
             + (", and the stream to sink.jetstream.streams" if self._configured else ""),
         )
 
-    async def _expected(self, connection: NatsConnection, stream: Stream) -> StreamState:
+    async def _found(self, connection: NatsConnection, stream: Stream) -> StreamState | None:
+        """None: it is missing, and may be created."""
         try:
             answer = await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
         except ApiError as exc:
@@ -153,8 +162,20 @@ class Streams:
                     hint=f"set create = true for it in [[sink.jetstream.streams]], or run: "
                     f"nats stream add {stream.name} --subjects '{subjects}' --defaults",
                 ) from None
-            answer = await self._create(connection, stream)
-        state = StreamState.of(answer["config"])
+            return None
+        return StreamState.of(answer["config"])
+
+    def _usual_window(self, states: Sequence[StreamState | None]) -> float:
+        """For every event within it the server keeps an id in memory, and looks through them (ADR 0019).
+
+        A fence needs them only where its waves meet a predecessor's (`nats_fence`).
+        """
+        fenced = self._mode == "fenced" or (
+            self._mode == "auto" and all(state is None or (state.owned and not state.sourced) for state in states)
+        )
+        return 2 * self._ack_timeout if fenced else _DUPLICATE_WINDOW
+
+    def _checked(self, stream: Stream, state: StreamState) -> StreamState:
         if state.refusal:
             raise SetupError(
                 f"stream {state.name} cannot take events: {state.refusal}",
@@ -169,9 +190,10 @@ class Streams:
                 )
         return state
 
-    async def _create(self, connection: NatsConnection, stream: Stream) -> dict[str, Any]:
-        # The server refuses a dedupe window that is longer than the messages live.
-        window = min(stream.duplicate_window, stream.max_age) if stream.max_age else stream.duplicate_window
+    async def _create(self, connection: NatsConnection, stream: Stream, usual_window: float) -> StreamState:
+        window = stream.duplicate_window or usual_window
+        if stream.max_age:  # the server refuses a dedupe window that is longer than the messages live
+            window = min(window, stream.max_age)
         settings = {
             "name": stream.name,
             "description": OWNED,
@@ -188,7 +210,8 @@ class Streams:
             answer = await connection.request(f"{self.prefix}.STREAM.CREATE.{stream.name}", settings)
         except ApiError as exc:
             if exc.err_code == _NAME_IN_USE:  # somebody was faster, with other settings: theirs count
-                return await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
+                answer = await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
+                return StreamState.of(answer["config"])
             if exc.err_code == _NO_PEERS and "offline" in str(exc):  # also for a moment after a server came back
                 raise SinkUnavailable(f"stream {stream.name} cannot be created for now: {exc}") from None
             if exc.code < 500 and exc.err_code not in _NOT_ENABLED:
@@ -197,7 +220,7 @@ class Streams:
                 ) from None
             raise
         log.info("stream.created", stream=stream.name, subjects=stream.subjects)
-        return answer
+        return StreamState.of(answer["config"])
 
     async def _all(self, connection: NatsConnection) -> list[StreamState]:
         known: list[StreamState] = []

@@ -266,6 +266,28 @@ async def test_streams_are_created_as_configured(nats: Nats, prefix: str) -> Non
     assert (two.subjects, two.max_age, two.duplicate_window) == ([f"{prefix}2.*", f"{prefix}3"], 0, 30)
 
 
+@pytest.mark.parametrize(("mode", "window"), [("auto", 10), ("fenced", 10), ("shared", 120)])
+async def test_a_fenced_stream_keeps_ids_only_as_long_as_its_waves_need_them(
+    nats: Nats, prefix: str, mode: str, window: int
+) -> None:
+    streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True),)
+    async with (
+        opened(configured(nats.url, prefix, streams=streams, mode=mode, ack_timeout=5.0)),
+        jetstream(nats.url) as js,
+    ):
+        assert (await js.stream_info(prefix)).config.duplicate_window == window
+
+
+async def test_beside_a_stream_of_somebody_else_the_dedupe_window_is_the_usual_one(nats: Nats, prefix: str) -> None:
+    """Then mode auto is shared, and only the ids keep repeats out."""
+    names = (f"{prefix}1", f"{prefix}2")
+    streams = tuple(Stream(name=name, subjects=(f"{name}.>",), create=True) for name in names)
+    async with jetstream(nats.url) as js:
+        await js.add_stream(name=names[1], subjects=[f"{names[1]}.>"])
+        async with opened(configured(nats.url, prefix, streams=streams, mode="auto")):
+            assert (await js.stream_info(names[0])).config.duplicate_window == 120
+
+
 async def test_a_stream_that_cannot_be_created(nats: Nats, prefix: str) -> None:
     streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True, replicas=3),)
     assert "replicas" in str(await refused(configured(nats.url, prefix, streams=streams)))
