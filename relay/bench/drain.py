@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from relay.bench.arena import Round
-from relay.bench.meter import cpu, peak_rss
+from relay.bench.meter import Stolen, cpu, peak_rss
 from relay.bench.process import Child
 from relay.bench.result import Cpu, Flow, Measurement, Sample, flow, footprint
 from relay.bench.task import STALLED, Entry, Task, read_back, used
@@ -33,10 +33,10 @@ async def _drain(task: Task, entry: Entry, loaded: float) -> Measurement:
     place, tool, rows = entry.place, entry.tool, task.scenario.rows
     state, retained = await place.state(), [await place.retained(tool.slot)]
     before = await place.costs(None, tool.slot)
-    started = time.monotonic()
+    started, stolen = time.monotonic(), Stolen()
     with tool.process() as child:
         samples = await watch(task, place, child, tool, rows, retained)
-        after = await place.costs(child.pid, tool.slot)
+        after, stolen_share = await place.costs(child.pid, tool.slot), stolen.share()
         peak = peak_rss(child.pid)
         child.stop()
     seen = flow(samples, started, rows)
@@ -62,6 +62,7 @@ async def _drain(task: Task, entry: Entry, loaded: float) -> Measurement:
         peak_rss_bytes=peak,
         wal_load_bytes_per_event=loaded,
         footprint=footprint(state, await place.state(), retained, rows),
+        stolen_share=stolen_share,
     )
 
 

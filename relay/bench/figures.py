@@ -67,6 +67,7 @@ FIGURES = (
     Figure("writers.beside_per_second", "writers beside it, tps", _count, "more"),
     Figure("writers.share", "  share", _percent, "more"),
     Figure("duplicates_seen", "redelivered", _count),
+    Figure("stolen_share", "machine: CPU stolen", _percent, ""),
     Figure("baseline.events_per_second", "to baseline: events/s", _times, "more"),
     Figure("baseline.cpu_us_per_event", "  CPU per event", _times),
     Figure("baseline.p50_ms", "  p50", _times),

@@ -32,8 +32,7 @@ def to_html(report: Report) -> str:
         f"<p>{escape(_sentence(report))}</p>",
         f"<pre>{escape(str(facts.get('command', '')))}</pre>",
     ]
-    if facts["load_average_at_start"][0] > 0.5:
-        parts.append("<p><b>The machine was busy before the run: take the ratios, not the figures.</b></p>")
+    parts += [f"<p><b>{escape(doubt)}</b></p>" for doubt in report.doubts]
     for scenario in report.plan.scenarios:
         found = [each for each in report.summaries if each.scenario == scenario.name]
         if found:

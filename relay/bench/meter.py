@@ -1,4 +1,7 @@
-"""What processes cost, read from outside: CPU of all their threads, peak memory, bytes written. Linux only."""
+"""What processes cost, read from outside: CPU of all their threads, peak memory, bytes written. Linux only.
+
+And what was taken from all of them: on a virtual machine a core is not always there.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,19 @@ def tree_cpu(pid: int) -> float:
         times = server.cpu_times()
         if times[2:4] == ended and server.children() == children:
             return float(total + sum(times[:4]))
+
+
+class Stolen:
+    """The share of all cores' time that the hypervisor gave to other machines, from its making on."""
+
+    def __init__(self) -> None:
+        self._before = psutil.cpu_times()
+
+    def share(self) -> float:
+        spent = [after - before for before, after in zip(self._before, psutil.cpu_times(), strict=True)]
+        named = dict(zip(self._before._fields, spent, strict=True))
+        total = sum(spent) - named.get("guest", 0.0) - named.get("guest_nice", 0.0)  # they are in user and nice, too
+        return round(max(named.get("steal", 0.0), 0.0) / total, 4) if total > 0 else 0.0
 
 
 def peak_rss(pid: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relay.bench.arena import Round
 from relay.bench.load import pgbench_script
-from relay.bench.meter import peak_rss
+from relay.bench.meter import Stolen, peak_rss
 from relay.bench.process import BenchError, Child, postgres_tool
 from relay.bench.result import Cpu, Measurement, State, Writers, footprint, latency
 from relay.bench.task import Entry, Task, listener, settled, taken, used
@@ -32,7 +32,7 @@ class _Window:
     async def begin(self) -> None:
         self.state: State = await self._place.state()
         self.wall, self._began = time.time(), time.monotonic()
-        self._before = await self._place.costs(self._pid, self._slot)
+        self._before, self._stolen = await self._place.costs(self._pid, self._slot), Stolen()
 
     async def last(self, seconds: float) -> None:
         """Let time pass, until so much is over since the beginning."""
@@ -44,6 +44,7 @@ class _Window:
         after = await self._place.costs(self._pid, self._slot)
         self.seconds = time.monotonic() - self._began
         self.cores: Cpu = used(self._before, after).divided_by(self.seconds)
+        self.stolen_share = self._stolen.share()
 
     def within(self, at: float) -> bool:
         return 0 <= at - self.wall < self.seconds
@@ -113,6 +114,7 @@ async def _heard(
         cores=window.cores,
         peak_rss_bytes=peak,
         footprint=footprint(window.state, await base.state(), window.retained, None),
+        stolen_share=window.stolen_share,
     )
 
 
@@ -147,6 +149,7 @@ async def writers(task: Task, base: Round, entries: Sequence[Entry]) -> list[Mea
             peak_rss_bytes=peak,
             footprint=footprint(window.state, await base.state(), window.retained, None),
             writers=Writers(round(alone, 1), round(speeds[1], 1), round(speeds[1] / alone, 4)),
+            stolen_share=window.stolen_share,
         )
     ]
 

@@ -29,10 +29,7 @@ def render(report: Report) -> RenderableType:
     parts += [Text(f"Left open: {what}: {why}") for what, why in report.left_open.items()]
     if report.plan.baseline:
         parts.append(Text(f"Baseline: {report.plan.baseline}, in the same repetition.", style="dim"))
-    load = facts["load_average_at_start"][0]
-    if load > 0.5:
-        parts.append(Text(f"The machine was busy before the run (load {load:.1f}): take the ratios, not the figures."))
-    return Group(*parts)
+    return Group(*parts, *map(Text, report.doubts))
 
 
 def size(scenario: Scenario) -> str:

@@ -19,6 +19,7 @@ from relay.errors import ConfigError
 
 FORMAT = 2  # of the JSON
 LIMIT = "pg_recvlogical"
+_STOLEN = 0.03  # so much of the CPU makes no great difference
 # The quantiles that draw the curve of all latencies.
 QUANTILES = (*(n / 20 for n in range(20)), 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 
@@ -125,6 +126,7 @@ class Measurement:
     footprint: Footprint | None = None
     writers: Writers | None = None
     killed: bool = False
+    stolen_share: float | None = None  # of the machine's CPU time, by its hypervisor, meanwhile
 
     @property
     def correct(self) -> bool:
@@ -169,6 +171,21 @@ class Report:
     @property
     def correct(self) -> bool:
         return all(measurement.correct for measurement in self.measurements)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the figures may say more of the machine than of the tools."""
+        found = []
+        load = self.environment["load_average_at_start"][0]
+        if load > 0.5:
+            found.append(f"The machine was busy before the run (load {load:.1f}): take the ratios, not the figures.")
+        stolen = max((each.stolen_share or 0.0 for each in self.measurements), default=0.0)
+        if stolen > _STOLEN:
+            found.append(
+                f"The hypervisor gave up to {stolen:.0%} of the machine's CPU to others while a tool was measured: "
+                "take the ratios of rounds that had the same, not the figures."
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +275,7 @@ def figures(each: Measurement) -> dict[str, float | None]:
         "peak_rss_bytes": each.peak_rss_bytes,
         "wal_load_bytes_per_event": each.wal_load_bytes_per_event,
         "duplicates_seen": each.duplicates_seen if each.killed else None,
+        "stolen_share": each.stolen_share,
     }
     for label, cpu in (("cpu_us_per_event", each.cpu_us_per_event), ("cores", each.cores)):
         if cpu is not None:

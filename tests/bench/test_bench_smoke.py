@@ -73,6 +73,7 @@ def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> 
     assert steady["rows"] % 5 == 0  # whole transactions
     assert (steady["duplicates_seen"], steady["missing"]) == (0, 0)
     assert 0 < steady["latency"]["events"] <= steady["rows"]
+    assert 0 <= steady["stolen_share"] < 1
     assert 0 < steady["latency"]["p50_ms"] <= steady["latency"]["p99_ms"] <= steady["latency"]["max_ms"]
     assert kill["killed"]
     assert (kill["missing"], kill["duplicates_seen"]) == (0, 0)  # the stream is fenced

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 import orjson
@@ -18,6 +19,7 @@ from rich.console import Console
 from relay.bench.compare import compare, render_comparison, verdict
 from relay.bench.export import to_csv
 from relay.bench.html import to_html
+from relay.bench.meter import Stolen
 from relay.bench.picture import picture
 from relay.bench.plan import make_plan
 from relay.bench.render import render
@@ -108,6 +110,33 @@ def test_medians_and_spread() -> None:
     summary = _report().summaries[0]
     assert summary.figures["events_per_second"] == Spread(1001.0, 1000.0, 1002.0)
     assert summary.repetitions == 3
+
+
+def test_what_the_machine_did_is_said_beside_the_figures() -> None:
+    report = _report()
+    calm = {**report.environment, "load_average_at_start": [0.2, 0.1, 0.1]}
+    found = [replace(each, stolen_share=0.01) for each in report.measurements]
+    quiet = replace(report, environment=calm, measurements=found, summaries=summarise(found))
+    assert not quiet.doubts
+    assert quiet.summaries[0].figures["stolen_share"].median == 0.01
+    robbed = replace(quiet, measurements=[replace(found[0], stolen_share=0.28), *found[1:]])
+    (doubt,) = robbed.doubts
+    assert "28%" in doubt
+    assert doubt in to_html(robbed).replace("&#x27;", "'")
+
+
+class Times(NamedTuple):
+    user: float
+    system: float
+    idle: float
+    steal: float
+    guest: float
+
+
+def test_the_stolen_share_is_of_all_cores_and_of_the_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([Times(100, 10, 50, 5, 40), Times(110, 12, 55, 8, 45)])
+    monkeypatch.setattr("relay.bench.meter.psutil.cpu_times", lambda: next(looks))
+    assert Stolen().share() == 0.15  # 3 s of 20: those of guests are among the user's
 
 
 @pytest.mark.parametrize(
