@@ -41,6 +41,7 @@ class StreamSource:
     async def batches(self) -> AsyncIterator[Batch]:
         """Batches in commit order, until the session fails."""
         wal, decoder, progress = self._wal, self._decoder, self._progress
+        told = decoder.end
         while True:
             if not wal.exhausted:
                 await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
@@ -70,7 +71,10 @@ class StreamSource:
             if decoder.reply_due:
                 decoder.reply_due = False
                 wal.send_status(decoder.end, self._confirmed, reply=False)
-            yield Batch(events, decoder.end, size, now, rejected, transactions)
+            if not events and not rejected and not transactions and decoder.end == told:
+                continue  # only the beginning of a transaction: Postgres sends every message by itself
+            told = decoder.end
+            yield Batch(events, told, size, now, rejected, transactions)
 
     async def confirm(self, lsn: LSN) -> None:
         if lsn > self._confirmed:
