@@ -9,6 +9,7 @@ This module opens, closes and chooses; the connection is in `nats_connection`, t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 
@@ -161,7 +162,11 @@ class JetStreamSink:
             flight = window.submit(batch)
         except RelayError as exc:
             return failed(exc)
-        return self._publish_after_lookup(connection, window, flight) if flight.lookup else flight.future
+        if not flight.lookup:
+            return flight.future
+        task = asyncio.get_running_loop().create_task(self._publish_after_lookup(connection, window, flight))
+        task.add_done_callback(lambda task: window.fail(_interrupted()) if task.cancelled() else None)
+        return task
 
     async def _publish_after_lookup(
         self, connection: NatsConnection, window: Window, flight: Flight
@@ -170,9 +175,6 @@ class JetStreamSink:
             await self._streams.load(connection)
         except RelayError as exc:
             window.fail(exc)
-        except BaseException:
-            window.fail(SinkUnavailable("the look for streams was interrupted"))
-            raise
         window.release()
         return await flight.future
 
@@ -187,6 +189,10 @@ class JetStreamSink:
             window.fail(SinkUnavailable("the connection to NATS was closed"))
         if connection is not None:
             await connection.close()
+
+
+def _interrupted() -> SinkUnavailable:
+    return SinkUnavailable("the look for streams was interrupted")
 
 
 async def is_fenced(config: JetStream) -> bool:

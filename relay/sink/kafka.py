@@ -20,7 +20,9 @@ and have no order among themselves.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -39,6 +41,14 @@ _ROOM = 0.005  # how often a full queue is tried again
 _BATCH_SIZE = 1_000_000  # librdkafka's default
 
 
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A publish that waits."""
+
+    flight: Flight | None  # what was handed over of it already
+    opening: int
+
+
 class KafkaSink:
     """See the seam (`relay.sink.Sink`). `publish` hands over synchronously while nothing is in the way."""
 
@@ -53,8 +63,8 @@ class KafkaSink:
         self._user_options = section.librdkafka()
         self._options = producer_options(self._user_options)
         self._session: Session | None = None
-        self._waiting: set[object] = set()  # publishes that could not hand over at once; later ones queue behind them
-        self._turn = asyncio.Lock()
+        self._waiting: deque[_Turn] = deque()  # publishes that could not hand over at once; others queue behind them
+        self._lock = asyncio.Lock()
         self._suspects: set[Content] = set()
         self._culprits = 0
         self._blocked: dict[Lane, bytes] = {}
@@ -86,35 +96,37 @@ class KafkaSink:
                     return flight.future
         except RelayError as exc:
             return failed(exc)
-        turn = object()
-        self._waiting.add(turn)
-        task = session.loop.create_task(self._publish_in_turn(turn, session, batch, flight, self._opening))
-
-        def over(_: object) -> None:
-            if turn in self._waiting:  # cancelled before it began
-                self._waiting.remove(turn)
-                session.fail(_cancelled())
-
-        task.add_done_callback(over)
+        turn = _Turn(flight, self._opening)
+        self._waiting.append(turn)
+        task = session.loop.create_task(self._publish_in_turn(turn, batch))
+        task.add_done_callback(lambda _: self._end(turn))
         return task
 
-    async def _publish_in_turn(
-        self, turn: object, session: Session, batch: Batch, flight: Flight | None, opening: int
-    ) -> Sequence[Rejected]:
+    async def _publish_in_turn(self, turn: _Turn, batch: Batch) -> Sequence[Rejected]:
         """Something is in the way: hand over when it is our turn."""
-        try:
-            async with self._turn:
-                if flight is None:
-                    session = self._usable(opening)
-                    if session.careful and any((e.topic, e.key, e.body) in self._suspects for e in batch.events):
-                        return await self._publish_singly(session, batch)
-                    if session.careful:
-                        session = await self._go_normal(opening)
-                    flight = session.launch(batch)
-                await self._hand_over(session, flight)
-        finally:
-            self._waiting.remove(turn)
+        flight = turn.flight
+        async with self._lock:
+            while (before := self._waiting[0]) is not turn:
+                self._end(before)  # it was cancelled, perhaps before it began
+            if flight is None:
+                session = self._usable(turn.opening)
+                if session.careful and any((e.topic, e.key, e.body) in self._suspects for e in batch.events):
+                    rejected = await self._publish_singly(session, batch)
+                    self._waiting.popleft()
+                    return rejected
+                if session.careful:
+                    session = await self._go_normal(turn.opening)
+                flight = session.launch(batch)
+            await self._hand_over(flight)
+            self._waiting.popleft()
         return await flight.future
+
+    def _end(self, turn: _Turn) -> None:
+        """If it was not handed over wholly, nothing that comes behind it may be sent by this session."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+            if self._session is not None and turn.opening == self._opening:
+                self._session.fail(SinkUnavailable("Kafka: publishing was cancelled"))
 
     def _usable(self, opening: int | None = None) -> Session:
         session = self._session
@@ -124,8 +136,9 @@ class KafkaSink:
             raise session.error or SinkUnavailable("Kafka sink was closed")
         return session
 
-    async def _hand_over(self, session: Session, flight: Flight) -> None:
+    async def _hand_over(self, flight: Flight) -> None:
         """The slow way: wait for room, ask for topics. When the session fails meanwhile, so does the flight."""
+        session = flight.session
         try:
             while obstacle := session.produce(flight):
                 if obstacle == "session":
@@ -144,9 +157,6 @@ class KafkaSink:
                     await self._admit(session, {event.topic for event in rest if legal_topic(event.topic)})
         except RelayError as exc:
             session.fail(exc)
-        except BaseException:
-            session.fail(_cancelled())
-            raise
 
     async def _publish_singly(self, session: Session, batch: Batch) -> Sequence[Rejected]:
         rejected: list[Rejected] = []
@@ -154,7 +164,7 @@ class KafkaSink:
         for at, event in enumerate(events):
             try:
                 flight = session.launch(Batch([event], batch.end_lsn))
-                await self._hand_over(session, flight)
+                await self._hand_over(flight)
                 rejected += await flight.future
             except EventRejected as exc:
                 rejected.append(Rejected(event, str(exc)))
@@ -218,8 +228,3 @@ class KafkaSink:
             replication_factor=self._section.replication_factor,
             timeout=self._section.connect_timeout,
         )
-
-
-def _cancelled() -> SinkUnavailable:
-    """What comes behind a batch that was not handed over wholly must not be sent before the rest of it."""
-    return SinkUnavailable("Kafka: publishing was cancelled")

@@ -266,7 +266,7 @@ class Window:
         del self._flights[flight]
         if not flight.future.done():  # or its publish call was cancelled
             rejected = flight.rejected
-            flight.future.set_result([rejected[at] for at in sorted(rejected)] if rejected else ())
+            flight.future.set_result([rejected[at] for at in sorted(rejected)] if rejected else [])
 
     # ---------------------------------------------------------------------------------------------- rejected and failed
 

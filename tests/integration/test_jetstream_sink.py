@@ -252,6 +252,17 @@ async def test_a_deleted_stream_is_named(nats: Nats, prefix: str) -> None:
         assert not await sink.publish(batch)
 
 
+async def test_a_look_for_streams_that_is_cancelled_before_it_began_holds_nobody_up(nats: Nats, prefix: str) -> None:
+    async with opened(configured(nats.url, prefix, streams=())) as sink:
+        first, behind = (
+            asyncio.ensure_future(sink.publish(batch_of([make_event(seq, topic=f"{prefix}.x")]))) for seq in (1, 2)
+        )
+        first.cancel()
+        async with asyncio.timeout(30):
+            with pytest.raises(SinkUnavailable, match="interrupted"):
+                await behind
+
+
 # --- streams
 
 
