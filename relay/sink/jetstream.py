@@ -165,7 +165,8 @@ class JetStreamSink:
         if not flight.lookup:
             return flight.future
         task = asyncio.get_running_loop().create_task(self._publish_after_lookup(connection, window, flight))
-        task.add_done_callback(lambda task: window.fail(_interrupted()) if task.cancelled() else None)
+        interrupted = SinkUnavailable("the look for streams was interrupted")  # perhaps before it began
+        task.add_done_callback(lambda task: window.fail(interrupted) if task.cancelled() else None)
         return task
 
     async def _publish_after_lookup(
@@ -189,10 +190,6 @@ class JetStreamSink:
             window.fail(SinkUnavailable("the connection to NATS was closed"))
         if connection is not None:
             await connection.close()
-
-
-def _interrupted() -> SinkUnavailable:
-    return SinkUnavailable("the look for streams was interrupted")
 
 
 async def is_fenced(config: JetStream) -> bool:
