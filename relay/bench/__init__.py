@@ -4,7 +4,8 @@
     arena.py      where: servers, and per round a fresh database; load.py its rows
     broker.py     the broker as seen from outside: what it has stored; proxy.py makes it slow
     tools.py      who: the relay, `pg_recvlogical`; peers.py the door for rivals; contest.py who is set against whom
-    scenarios.py  how: drain.py, kill.py, paced.py, with what task.py shares; subscriber.py listens
+    scenarios.py  how: drain.py, kill.py, paced.py, with what task.py shares
+    subscriber.py listens, in a process of its own; kafka_fetch.py reads Kafka's socket, notes.py keeps what it heard
     runner.py     rounds, interleaved
     result.py     the figures (pure); figures.py how they are called and written
     render.py     tables; export.py CSV; html.py, picture.py and svg.py plots; compare.py two results

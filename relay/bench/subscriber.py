@@ -5,86 +5,33 @@ missed. `live`: on SIGTERM it waits until nothing more arrives, and writes its n
 by now, writes its notes, and waits for SIGTERM.
 
 It shares the machine with what it measures, so it must be cheap: NATS frames are cut from the socket's bytes here (a
-client library costs ten times as much), and events are told apart by the row's number, in one byte per row.
+client library costs ten times as much), and of Kafka only offsets and their times are noted while the tool runs.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
-import re
 import signal
 import socket
 import ssl
 import sys
 import time
-from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-import orjson
+from relay.bench.kafka_fetch import Leader, fetched
+from relay.bench.notes import Notes
 
-_ROW = re.compile(rb'"t\\*": ?(\d+), ?\\*"item\\*": ?\\*"(\d+)')  # bench_payload() puts them there; maybe escaped
-_QUIET = 0.5
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer
+
 _INBOX = "_INBOX.relaybench"
 _MADE = b".made"
-
-
-class Notes:
-    """Times of all arrivals, and which rows they were."""
-
-    def __init__(self, *, live: bool) -> None:
-        self.written = array("q")
-        self.arrived = array("q")
-        self.seen = bytearray()
-        self.live = live
-        self.stopping = False
-        self.complete = False  # everything that was stored at the beginning has been read
-        self.events = 0
-        self.last = time.monotonic()
-
-    def arrivals(self, bodies: Iterator[bytes]) -> None:
-        """What came at once. The clock is read first: taking the pieces apart is our time, not the tool's."""
-        now = time.time_ns() // 1000
-        before = self.events
-        for body in bodies:
-            self.events += 1
-            found = _ROW.search(body)
-            if found is None:
-                continue
-            item = int(found[2])
-            if item >= len(self.seen):
-                self.seen.extend(bytes(item + 1024 - len(self.seen)))
-            self.seen[item] = 1
-            if self.live:
-                self.written.append(int(found[1]))
-                self.arrived.append(now)
-        if self.events != before:
-            self.last = time.monotonic()
-
-    @property
-    def done(self) -> bool:
-        return self.complete or (self.stopping and time.monotonic() - self.last > _QUIET)
-
-    def stop(self, _number: int = 0, _frame: FrameType | None = None) -> None:
-        self.stopping = True
-        self.last = time.monotonic()
-
-    def save(self, path: Path) -> None:
-        """Whole or not at all: whoever sees the file may read it."""
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(
-            orjson.dumps(
-                {
-                    "written": self.written.tolist(),
-                    "arrived": self.arrived.tolist(),
-                    "events": self.events,
-                    "distinct": self.seen.count(1),
-                }
-            )
-        )
-        partial.rename(path)
 
 
 class Frames:
@@ -190,31 +137,58 @@ def jetstream(address: str, name: str, notes: Notes) -> None:
 
 
 def kafka(address: str, name: str, notes: Notes) -> None:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition  # noqa: PLC0415
+    """Live, only offsets and times are noted; what they hold is read from the beginning when nothing more arrives."""
+    from confluent_kafka import Consumer  # noqa: PLC0415
 
     from relay.bench.broker import topic  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, notes.stop)
-    options = {"bootstrap.servers": address, "group.id": name, "enable.auto.commit": False}
-    consumer = Consumer({**options, "enable.partition.eof": not notes.live})  # live, every event would come with one
-    partitions = consumer.list_topics(topic(name), timeout=10.0).topics[topic(name)].partitions
-    consumer.assign([TopicPartition(topic(name), number, OFFSET_BEGINNING) for number in partitions])
-    first = consumer.poll(1.0)  # connects
-    print("ready", flush=True)
-    left = set(partitions)
+    consumer = Consumer(
+        {
+            "bootstrap.servers": address,
+            "group.id": name,
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+        }
+    )
+    layout = consumer.list_topics(topic(name), timeout=10.0)
+    partitions = layout.topics[topic(name)].partitions
+    arrivals: dict[int, list[tuple[int, int]]] = {number: [] for number in partitions}
+    if notes.live:
+        led = defaultdict[int, list[int]](list)
+        for number, partition in partitions.items():
+            led[partition.leader].append(number)
+        brokers = layout.brokers
+        leaders = [Leader((brokers[each].host, brokers[each].port), topic(name), led[each]) for each in led]
+        for leader in leaders:
+            leader.ask()
+        print("ready", flush=True)
+        while not notes.done:
+            for span in fetched(leaders, 0.1):
+                notes.last = time.monotonic()
+                arrivals[span.partition].append((span.end, time.time_ns() // 1000))
+        for leader in leaders:
+            leader.close()
+    else:
+        print("ready", flush=True)
+    _read_all(consumer, topic(name), arrivals, notes)
 
-    def bodies(messages: list[Message]) -> Iterator[bytes]:
-        for each in messages:
-            if (error := each.error()) is None:
-                yield each.value() or b""
+
+def _read_all(consumer: Consumer, topic: str, arrivals: Mapping[int, list[tuple[int, int]]], notes: Notes) -> None:
+    """Everything that is stored by now; live, with the time at which the offset arrived."""
+    from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition  # noqa: PLC0415
+
+    consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in arrivals])
+    left = set(arrivals)
+    while left:
+        for each in consumer.consume(1000, 0.1):
+            number, offset, error = each.partition() or 0, each.offset() or 0, each.error()
+            if error is None:
+                at = bisect.bisect_right(arrivals[number], offset, key=itemgetter(0))
+                notes.note(each.value() or b"", arrivals[number][at][1] if at < len(arrivals[number]) else None)
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  its public name
-                left.discard(each.partition() or 0)
-                notes.complete = not notes.live and not left
-
-    while not notes.done:
-        message, first = first if first is not None else consumer.poll(0.1), None
-        if message is not None:  # and what came with it, at much less than a poll for each
-            notes.arrivals(bodies([message, *consumer.consume(1000, 0)]))
+                left.discard(number)
+    notes.complete = True
     consumer.close()
 
 

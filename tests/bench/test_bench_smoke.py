@@ -79,6 +79,18 @@ def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> 
     assert (kill["missing"], kill["duplicates_seen"]) == (0, 0)  # the stream is fenced
 
 
+def test_kafkas_subscriber_hears_what_was_committed_and_nothing_else(kafka: Kafka) -> None:
+    sizes = ("--rate", "200", "--per-transaction", "5", "--seconds", "2")
+    sinks = ("--sink", "kafka", "--sink", "kafka-exactly-once", "--broker", kafka.bootstrap)
+    report = _bench("--quick", "--no-limit", "--mode", "stream-pgoutput", "--scenario", "steady", *sinks, *sizes)
+    assert len(report["measurements"]) == 2
+    for steady in report["measurements"]:
+        assert steady["stored"] == steady["rows"] > 0
+        assert (steady["duplicates_seen"], steady["missing"]) == (0, 0)
+        assert 0 < steady["latency"]["events"] <= steady["rows"]
+        assert 0 < steady["latency"]["p50_ms"] <= steady["latency"]["max_ms"]
+
+
 def test_your_own_servers_are_left_as_they_were(postgres: Postgres, kafka: Kafka) -> None:
     servers = ("--dsn", postgres.dsn(), "--broker", kafka.bootstrap)
     report = _bench(

@@ -20,6 +20,7 @@ from relay.bench.compare import compare, render_comparison, verdict
 from relay.bench.export import to_csv
 from relay.bench.html import to_html
 from relay.bench.meter import Stolen
+from relay.bench.notes import Notes
 from relay.bench.picture import picture
 from relay.bench.plan import make_plan
 from relay.bench.render import render
@@ -41,7 +42,7 @@ from relay.bench.result import (
     read_report,
     summarise,
 )
-from relay.bench.subscriber import Frames, Notes
+from relay.bench.subscriber import Frames
 from relay.errors import ConfigError
 
 MODES = ("stream-pgoutput", "poll-snapshot@100ms", "poll-claim-4@100ms", "poll-claim-4@1s", "poll-claim<&>")
