@@ -32,7 +32,10 @@ def bench(
     ] = None,
     sink: Annotated[
         list[str] | None,
-        typer.Option(help="jetstream, jetstream-shared, jetstream-relaxed, kafka, kafka-exactly-once; repeatable."),
+        typer.Option(
+            help="jetstream, jetstream-atomic, jetstream-shared, jetstream-relaxed, kafka, kafka-exactly-once; "
+            "repeatable."
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None, typer.Option(help="Another tool, from bench/peers of the repository; repeatable.")

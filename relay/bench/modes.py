@@ -89,6 +89,7 @@ SINKS = {
     each.name: each
     for each in (
         Sink("jetstream", "jetstream", {}),  # as users have it: fenced, because the relay creates the stream
+        Sink("jetstream-atomic", "jetstream", {"atomic": True}),
         Sink("jetstream-shared", "jetstream", {"mode": "shared"}),
         Sink("jetstream-relaxed", "jetstream", {"mode": "shared", "ordering": "relaxed"}),
         Sink("kafka", "kafka", {}),  # idempotent
