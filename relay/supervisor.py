@@ -15,7 +15,8 @@ import structlog
 from relay.backoff import Backoff
 from relay.config import Config
 from relay.errors import RelayError, SlotBusy, StreamIncomplete, Superseded, TransientError, decisive
-from relay.life import Life, Memory
+from relay.life import Life
+from relay.life_memory import Memory
 from relay.metrics import Metrics
 from relay.progress import Progress
 from relay.singleton import STANDBY_INTERVAL, hold_lock, pause

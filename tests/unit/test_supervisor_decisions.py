@@ -31,7 +31,9 @@ from relay.errors import (
     TransientError,
     decisive,
 )
-from relay.life import Life, Memory
+from relay.life import Life
+from relay.life_memory import Memory
+from relay.life_tables import Tables
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.outbox import mappings
@@ -205,8 +207,7 @@ def life(memory: Memory | None = None, **sections: Any) -> Life:
         memory or Memory(),
         None,
     )
-    made._identity = IDENTITY
-    made._mappings = mappings(made._config.outbox)
+    made._frame.identity = IDENTITY
     return made
 
 
@@ -269,14 +270,13 @@ async def test_what_the_last_life_learnt_is_a_reason_to_recover(monkeypatch: pyt
 
 def test_a_life_learns_from_what_ended_it() -> None:
     memory = Memory()
-    one = life(memory)
     incomplete = StreamIncomplete("x", since="3:3:", until="4:4:", until_lsn="0/1", xids=None, counted=0)
-    one._learn(incomplete)
-    one._learn(incomplete)
+    memory.learn(incomplete)
+    memory.learn(incomplete)
     assert (memory.incomplete, memory.failed_audits, memory.lost) == (incomplete, 2, None)
-    one._learn(SourceUnavailable("gone"))
+    memory.learn(SourceUnavailable("gone"))
     given_up = SlotGivenUp("too much")
-    one._learn(given_up)
+    memory.learn(given_up)
     lost: RelayError | None = memory.lost
     assert memory.gave_up and lost is given_up
 
@@ -300,7 +300,9 @@ async def test_a_plugin_that_was_changed_in_the_configuration_is_a_recovery(monk
 
 
 def test_only_configured_tables_are_bound() -> None:
-    one = life(outbox=[Outbox(table="shop.events").model_dump(exclude_unset=True)])
+    config = Config.model_validate({"outbox": [Outbox(table="shop.events").model_dump(exclude_unset=True)]})
+    tables = Tables(config, None)
+    tables.mappings = mappings(config.outbox)
     names = [
         "seq",
         "id",
@@ -315,14 +317,14 @@ def test_only_configured_tables_are_bound() -> None:
         "xid",
     ]
     columns = [(name, 25) for name in names]
-    assert one._bind("shop.events", columns) is not None
-    assert one._bind("public.events", columns) is None
+    assert tables.bind("shop.events", columns) is not None
+    assert tables.bind("public.events", columns) is None
     with pytest.raises(ContractError):
-        one._bind("shop.events", columns[:3])
+        tables.bind("shop.events", columns[:3])
 
 
 @pytest.mark.guarantee("G3")
 def test_positions_name_relay_system_epoch_phase() -> None:
-    one = life(relay={"name": "shop"})
-    one._progress.epoch = 4
-    assert one._stamp("stream", "1") == b"shop:7-5:4:stream:1:"
+    frame = life(relay={"name": "shop"})._frame
+    frame.progress.epoch = 4
+    assert frame.stamp("stream", "1") == b"shop:7-5:4:stream:1:"
