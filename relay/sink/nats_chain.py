@@ -11,7 +11,8 @@ import base64
 import logging
 
 from relay.errors import SetupError, SinkUnavailable
-from relay.sink.nats_connection import ApiError, NatsConnection, header_map
+from relay.sink.nats_connection import ApiError, NatsConnection
+from relay.sink.nats_readback import header_map, read_headers
 from relay.sink.nats_streams import StreamState
 
 log = logging.getLogger("relay.sink.nats")
@@ -135,7 +136,7 @@ async def read_chain(
     found: dict[int, dict[str, str]] = {}
     if len(wanted) > _FEW and stream.retention == "limits":  # elsewhere a consumer would take part in the retention
         try:
-            found = await connection.headers(prefix, name, wanted[0], wanted[-1], _QUIET)
+            found = await read_headers(connection, prefix, name, wanted[0], wanted[-1], _QUIET)
         except ApiError as exc:
             log.info("stream %s is read back message by message: %s", name, exc)
     await _ask(connection, prefix, name, [seq for seq in wanted if seq not in found], found)
