@@ -30,9 +30,11 @@ from relay import config
 from relay.errors import EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Rejected
 from relay.sink import failed
+from relay.sink.kafka_blocking import Blocked, block
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing
-from relay.sink.kafka_session import Lane, Logs, Session
+from relay.sink.kafka_producer import Logs
+from relay.sink.kafka_session import Session
 from relay.sink.kafka_topics import create_topics
 
 log = structlog.get_logger(__name__)
@@ -67,7 +69,7 @@ class KafkaSink:
         self._lock = asyncio.Lock()
         self._suspects: set[Content] = set()
         self._culprits = 0
-        self._blocked: dict[Lane, bytes] = {}
+        self._blocked: Blocked = {}
         self._opening = 0  # a publish that began before the sink was opened or closed again must not send afterwards
 
     async def open(self) -> None:
@@ -126,14 +128,14 @@ class KafkaSink:
         if turn in self._waiting:
             self._waiting.remove(turn)
             if self._session is not None and turn.opening == self._opening:
-                self._session.fail(SinkUnavailable("Kafka: publishing was cancelled"))
+                self._session.thread.fail(SinkUnavailable("Kafka: publishing was cancelled"))
 
     def _usable(self, opening: int | None = None) -> Session:
         session = self._session
         if session is None or opening not in (None, self._opening):
             raise SinkUnavailable("Kafka sink is not open")
-        if session.ending:
-            raise session.error or SinkUnavailable("Kafka sink was closed")
+        if session.thread.ending:
+            raise session.thread.error or SinkUnavailable("Kafka sink was closed")
         return session
 
     async def _hand_over(self, flight: Flight) -> None:
@@ -156,7 +158,7 @@ class KafkaSink:
                     rest = flight.batch.events[flight.at :]
                     await self._admit(session, {event.topic for event in rest if legal_topic(event.topic)})
         except RelayError as exc:
-            session.fail(exc)
+            session.thread.fail(exc)
 
     async def _publish_singly(self, session: Session, batch: Batch) -> Sequence[Rejected]:
         rejected: list[Rejected] = []
@@ -168,7 +170,7 @@ class KafkaSink:
                 rejected += await flight.future
             except EventRejected as exc:
                 rejected.append(Rejected(event, str(exc)))
-                session.block(event)
+                block(session.blocked, event)
                 self._culprits += 1
             except RelayError:
                 batch.events = [item.event for item in rejected] + events[at:]
@@ -201,23 +203,24 @@ class KafkaSink:
 
     async def _admit(self, session: Session, topics: Iterable[str]) -> None:
         """Make sure that the topics exist: librdkafka would wait 30 s for a missing one, and then lose the event."""
-        missing = sorted(set(topics) - session.topics.keys())
+        missing = sorted(set(topics) - session.thread.topics.keys())
         if not missing:
             return
         await self._refresh(session)
-        missing = [topic for topic in missing if topic not in session.topics]
+        missing = [topic for topic in missing if topic not in session.thread.topics]
         if missing and not self._section.create_topics:
             raise topic_missing(missing)
         if missing:
             await self._create(missing)
             deadline = session.loop.time() + self._section.connect_timeout
-            while not session.topics.keys() >= set(missing):
+            while not session.thread.topics.keys() >= set(missing):
                 if session.loop.time() > deadline:
                     raise SinkUnavailable(f"Kafka created {', '.join(missing)} but does not list it yet")
                 await self._refresh(session)
 
     async def _refresh(self, session: Session) -> None:
-        session.topics = await asyncio.to_thread(session.list_topics, min(self._section.connect_timeout, 5.0))
+        thread = session.thread
+        thread.topics = await asyncio.to_thread(thread.list_topics, min(self._section.connect_timeout, 5.0))
 
     async def _create(self, topics: Sequence[str]) -> None:
         await asyncio.to_thread(

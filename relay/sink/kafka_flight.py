@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from relay.errors import RelayError
 from relay.event import Batch, Event, Rejected
+from relay.sink.kafka_blocking import block
 from relay.sink.kafka_policy import fault
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Flight:
     def reject(self, event: Event, reason: str) -> None:
         self.rejected.append(Rejected(event, reason))
         self.target -= 1
-        self.session.block(event)
+        block(self.session.blocked, event)
 
     def finish(self) -> None:
         if not self.future.done():

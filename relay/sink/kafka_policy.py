@@ -250,6 +250,18 @@ def translate_transaction(error: Any, doing: str) -> RelayError:
     return failure
 
 
+def session_options(options: Mapping[str, Option], *, careful: bool, plugin: str | None) -> dict[str, Option]:
+    """Of the options for an idempotent producer those for one session; `plugin`: what librdkafka shall load for us."""
+    kept = dict(options)
+    kept["debug"] = ",".join(filter(None, (str(kept.get("debug", "")), "eos")))  # it says when the producer id is there
+    if careful:
+        kept["enable.gapless.guarantee"] = False  # one at a time leaves no gaps, and a refusal is not the end
+    if plugin is not None:
+        plugins = (kept.get("plugin.library.paths"), plugin)
+        kept["plugin.library.paths"] = ";".join(str(path) for path in plugins if path)
+    return kept
+
+
 def transactional_options(options: Mapping[str, Option], user: Mapping[str, Option], name: str) -> dict[str, Option]:
     """Of the options for an idempotent producer those for a transactional one."""
     kept = dict(options)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
@@ -27,6 +27,15 @@ def destination(topic: str, partition: int) -> str:
 def parsed(name: str) -> tuple[str, int]:
     topic, _, partition = name.rpartition("/")
     return topic, int(partition)
+
+
+def partition_counts(producer: Producer, timeout: float) -> dict[str, int]:
+    """How many partitions each topic has, of those that are shown to us."""
+    try:
+        topics = producer.list_topics(timeout=timeout).topics
+    except KafkaException as exc:
+        raise translate(exc.args[0], "Kafka metadata") from None
+    return {name: len(topic.partitions) for name, topic in topics.items() if topic.partitions}
 
 
 def create_topics(

@@ -29,6 +29,7 @@ from relay import config
 from relay.errors import ConfigError, EventRejected, RelayError, SetupError, SinkUnavailable
 from relay.event import Batch, Event, Rejected
 from relay.sink import kafka_hanging, kafka_topics
+from relay.sink.kafka_blocking import Lane
 from relay.sink.kafka_policy import (
     CONSEQUENCES,
     Option,
@@ -38,8 +39,8 @@ from relay.sink.kafka_policy import (
     translate,
     translate_transaction,
 )
+from relay.sink.kafka_producer import Logs
 from relay.sink.kafka_readback import Held, consumer_options, read_ids, read_position
-from relay.sink.kafka_session import Lane, Logs
 from relay.sink.kafka_topics import destination, parsed
 
 log = structlog.get_logger(__name__)
