@@ -49,7 +49,7 @@ class ExactlyOnceKafkaSink:
     @property
     def duplicates(self) -> int:
         """Events that Kafka already had, since the start."""
-        return self._duplicates + (self._session.duplicates if self._session else 0)
+        return self._duplicates + (self._session.marks.duplicates if self._session else 0)
 
     async def open(self) -> None:
         await self.close()
@@ -61,7 +61,7 @@ class ExactlyOnceKafkaSink:
         except BaseException:
             await self.close()
             raise
-        self._marks = dict(session.marks)
+        self._marks = dict(session.marks.known)
 
     async def publish(self, batch: Batch) -> Sequence[Rejected]:
         session = self._session
@@ -79,7 +79,7 @@ class ExactlyOnceKafkaSink:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-            self._duplicates += session.duplicates
+            self._duplicates += session.marks.duplicates
             if session.shrink:
                 size = int(self._options.get("batch.size", _BATCH_SIZE))
                 self._options["batch.size"] = max(size // 2, 1024)

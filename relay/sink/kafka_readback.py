@@ -19,13 +19,11 @@ import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from relay.errors import SinkUnavailable
+from relay.sink.kafka_marks import Held
 from relay.sink.kafka_policy import Option, translate
 from relay.sink.kafka_topics import destination, parsed
 
 log = structlog.get_logger(__name__)
-
-Held = dict[bytes, tuple[str, int]]
-"""Ids that are stored, and where: destination and offset."""
 
 _PATIENCE = 30.0  # without progress; a foreign transaction may be open for longer: then we try again
 _SLICE = 0.2
