@@ -116,6 +116,13 @@ def test_the_map_shows_files_that_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_every_file_is_in_the_map() -> None:
+    section_of_map = section(text("docs/architecture.md"), "Map")
+    for path in sorted((ROOT / "relay").glob("*.py")) + sorted((ROOT / "relay/sink").glob("*.py")):
+        if not path.name.startswith("__"):
+            assert f"{path.name}`" in section_of_map, path
+
+
 def test_decisions_are_numbered_without_gaps_and_listed() -> None:
     decisions = sorted(path.name for path in (ROOT / "docs/adr").glob("[0-9]*.md"))
     assert [each[:4] for each in decisions] == [f"{number:04}" for number in range(1, len(decisions) + 1)]
