@@ -45,9 +45,11 @@ def contenders(plan: Plan, scenario: Scenario, kind: Kind, peers: Mapping[str, M
     ]
     # A rival has its own ideas of how to write: it is measured once per broker.
     found += [Contender(f"{name}, {kind}", SINKS[kind], peers[name], alone=True, peer=True) for name in plan.peers]
-    if plan.limit and scenario.limit and scenario.kind == "drain":
+    if plan.limit and scenario.limit and scenario.kind in {"drain", "steady"}:
+        heard = scenario.kind == "steady"  # how late it is, not how fast
         found += [
-            Contender(f"{LIMIT} {mode.plugin}", SINKS[kind], _limit(mode.name), alone=False) for mode in plan.limits
+            Contender(f"{LIMIT} {mode.plugin}", SINKS[kind], _limit(mode.name, heard=heard), alone=False)
+            for mode in plan.limits
         ]
     return found
 
@@ -65,7 +67,7 @@ def groups(found: Sequence[Contender], scenario: Scenario, repetition: int) -> l
 
 def compared(plan: Plan, measurements: Sequence[Measurement]) -> list[Measurement]:
     """Ratios within one repetition of one scenario: what the machine did at that time touches both sides."""
-    limits = {each.mode: each.events_per_second for each in measurements if each.tool == LIMIT}
+    limits = {each.mode: each.events_per_second for each in measurements if each.tool == LIMIT and not each.latency}
     return [_compared(plan, each, limits, measurements) for each in measurements]
 
 
@@ -100,5 +102,5 @@ def _relay(mode: str) -> Maker:
     return lambda place, folder: RelayTool(place, parse_mode(mode), folder)
 
 
-def _limit(mode: str) -> Maker:
-    return lambda place, _folder: RecvLogical(place, parse_mode(mode))
+def _limit(mode: str, *, heard: bool) -> Maker:
+    return lambda place, folder: RecvLogical(place, parse_mode(mode), folder / f"{place.name}.pipe" if heard else None)

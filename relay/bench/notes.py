@@ -12,6 +12,8 @@ from types import FrameType
 import orjson
 
 _ROW = re.compile(rb'"t\\*": ?(\d+), ?\\*"item\\*": ?\\*"(\d+)')  # bench_payload() puts them there; maybe escaped
+_WHOLE_ROW = re.compile(_ROW.pattern + rb'\\*"')  # where the data may be cut anywhere
+_ROW_BYTES = 64  # at most, of what it finds
 _QUIET = 0.5
 
 
@@ -36,6 +38,17 @@ class Notes:
             self.note(body, now if self.live else None)
         if self.events != before:
             self.last = time.monotonic()
+
+    def stretch(self, data: bytes) -> bytes:
+        """Events in a stretch of bytes; returns its end, where one may begin that is not complete."""
+        now = time.time_ns() // 1000
+        end = 0
+        for found in _WHOLE_ROW.finditer(data):
+            end = found.end()
+            self.note(found[0], now)
+        if end:
+            self.last = time.monotonic()
+        return data[max(end, len(data) - _ROW_BYTES) :]
 
     def note(self, body: bytes, arrived: int | None) -> None:
         """One event, and when it arrived (microseconds of Unix time), if that is known."""

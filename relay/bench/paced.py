@@ -14,7 +14,7 @@ from relay.bench.load import pgbench_script
 from relay.bench.meter import Stolen, peak_rss
 from relay.bench.process import BenchError, Child, postgres_tool
 from relay.bench.result import Cpu, Measurement, State, Writers, footprint, latency
-from relay.bench.task import Entry, Task, listener, settled, taken, used
+from relay.bench.task import Entry, Task, listener, passed_on, pipe_listener, settled, taken, used
 
 _CLIENTS = 4
 _COMMITS_PER_CLIENT = 500  # a second, at most: each waits for its commit's fsync
@@ -55,11 +55,12 @@ async def steady(task: Task, base: Round, entries: Sequence[Entry]) -> list[Meas
     (entry,) = entries
     scenario, tool = task.scenario, entry.tool
     notes, script = _files(task, base)
-    with tool.process() as child, listener(_outlet(entry, base), notes) as subscriber:
+    listening = pipe_listener(tool.pipe, notes) if tool.pipe else listener(_outlet(entry, base), notes)
+    with tool.process() as child, listening as subscriber:
         await tool.ready(child)
         # A JVM that has only just started falls behind, and the window would show how it catches up.
         await base.insert(_WARM_UP, 100, task.plan.keys)
-        await settled(entry.place, child, _WARM_UP)
+        await _all_through(entry, child, _WARM_UP)
         task.say(f"{scenario.rate:,} rows per second for {scenario.warmup + scenario.seconds:g} s")
         seconds = scenario.warmup + scenario.seconds + 1  # beyond the window's end
         with Child("pgbench", _pgbench(base, script, seconds, scenario.rate / scenario.per_transaction)) as writer:
@@ -90,12 +91,19 @@ async def burst(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measu
         return [await _heard(task, base, entry, child, subscriber, window, notes)]
 
 
+async def _all_through(entry: Entry, child: Child, rows: int) -> None:
+    if entry.tool.stores:
+        await settled(entry.place, child, rows)
+    else:
+        await passed_on(entry, child, rows)
+
+
 async def _heard(
     task: Task, base: Round, entry: Entry, child: Child, subscriber: Child, window: _Window, notes: Path
 ) -> Measurement:
     """What the subscriber noted, once everything is there."""
     rows = int(await base.value("SELECT count(*) FROM outbox_events"))
-    await settled(entry.place, child, rows)
+    await _all_through(entry, child, rows)
     subscriber.stop(120.0)
     peak = peak_rss(child.pid)
     child.stop()

@@ -29,7 +29,7 @@ class Scenario:
     every: float = 0.0  # burst: seconds from one burst to the next
     neighbours: float = 0.0  # share of the WAL that other tables write
     broker_delay: float = 0.0  # seconds that everything to and from the broker is held back
-    limit: bool = True  # drain: whether `pg_recvlogical` says anything about it
+    limit: bool = True  # drain, steady: whether `pg_recvlogical` says anything about it
     quick: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,6 +1,6 @@
 """A consumer in a process of its own: notes when each event was written and when it arrived.
 
-`python -m relay.bench.subscriber jetstream|kafka ADDRESS NAME OUT live|stored` prints "ready" once nothing can be
+`python -m relay.bench.subscriber jetstream|kafka|pipe ADDRESS NAME OUT live|stored` prints "ready" once nothing can be
 missed. `live`: on SIGTERM it waits until nothing more arrives, and writes its notes. `stored`: it reads what is stored
 by now, writes its notes, and waits for SIGTERM.
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import bisect
 import json
+import os
+import select
 import signal
 import socket
 import ssl
@@ -192,10 +194,25 @@ def _read_all(consumer: Consumer, topic: str, arrivals: Mapping[int, list[tuple[
     consumer.close()
 
 
+def pipe(path: str, _name: str, notes: Notes) -> None:
+    """What another process reads, as it comes. The payloads are found wherever they are."""
+    signal.signal(signal.SIGTERM, notes.stop)
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # nobody has to write yet
+    print("ready", flush=True)
+    rest = b""
+    while not notes.done:
+        ready, _, _ = select.select([end], (), (), 0.1)
+        data = os.read(end, 1 << 20) if ready else b""
+        if ready and not data:
+            time.sleep(0.01)  # nobody writes
+        rest = notes.stretch(rest + data)
+    os.close(end)
+
+
 def main() -> None:
     kind, address, name, out, how = sys.argv[1:]
     notes = Notes(live=how == "live")
-    (jetstream if kind == "jetstream" else kafka)(address, name, notes)
+    {"jetstream": jetstream, "kafka": kafka, "pipe": pipe}[kind](address, name, notes)
     notes.save(Path(out))
     while not notes.stopping:
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import orjson
 from relay.bench.arena import Round, Say
 from relay.bench.plan import Plan, Scenario
 from relay.bench.process import Child, until
-from relay.bench.result import Cpu, Measurement
+from relay.bench.result import Cpu, Measurement, Sample
 from relay.bench.tools import Tool
 
 STALLED = 120.0  # seconds without any progress; a JVM on a busy machine takes most of them to start
@@ -67,8 +68,17 @@ def _spent(first: float | None, last: float | None) -> float | None:
 
 def listener(place: Round, notes: Path, how: str = "live") -> Child:
     """A subscriber of the round's destination."""
-    command = [sys.executable, "-m", "relay.bench.subscriber", place.broker.kind, place.broker.address, place.name]
-    return Child("subscriber", [*command, str(notes), how], ready="ready")
+    return _subscriber(place.broker.kind, place.broker.address, place.name, str(notes), how)
+
+
+def pipe_listener(pipe: Path, notes: Path) -> Child:
+    """The same for a tool that only reads."""
+    os.mkfifo(pipe)
+    return _subscriber("pipe", str(pipe), "", str(notes), "live")
+
+
+def _subscriber(*arguments: str) -> Child:
+    return Child("subscriber", [sys.executable, "-m", "relay.bench.subscriber", *arguments], ready="ready")
 
 
 async def read_back(place: Round, folder: Path) -> dict[str, int]:
@@ -91,6 +101,18 @@ def taken(notes: Path) -> dict[str, Any]:
     heard: dict[str, Any] = orjson.loads(notes.read_bytes())
     notes.unlink()
     return heard
+
+
+async def passed_on(entry: Entry, child: Child, rows: int) -> None:
+    """Wait until a tool that only reads has handed on all rows."""
+    samples: list[Sample] = []
+
+    async def done() -> bool:
+        child.must_run()
+        samples.append(Sample(time.monotonic(), await entry.tool.moved(), 0.0))
+        return await entry.tool.finished(samples, rows)
+
+    await until(done, STALLED, f"{entry.tool.name} did not read everything", entry.tool.interval)
 
 
 async def settled(place: Round, child: Child, rows: int) -> int:

@@ -33,6 +33,7 @@ class Tool(Protocol):
     mode: str
     slot: str  # "": it has none
     stores: bool  # into the broker
+    pipe: Path | None  # where it writes what it reads, if somebody shall hear that instead
     interval: float  # between two looks at how far it is
     facts: Mapping[str, Any]  # for the result: version, configuration, command
 
@@ -57,6 +58,7 @@ class StoringTool:
     """What most tools answer: the broker's count says how far they are."""
 
     stores = True
+    pipe: Path | None = None
     interval = 0.05
     slot = ""
     facts: Mapping[str, Any] = {}
@@ -162,16 +164,17 @@ class RelayTool(StoringTool):
 
 
 class RecvLogical:
-    """The limit: Postgres' own client, same plugin and options, to the null device."""
+    """The limit: Postgres' own client, same plugin and options, to the null device or into a pipe."""
 
     name = LIMIT
     stores = False
     interval = 0.02
     facts: Mapping[str, Any] = {}
 
-    def __init__(self, place: Round, mode: Mode) -> None:
+    def __init__(self, place: Round, mode: Mode, pipe: Path | None = None) -> None:
         self.mode = mode.name
         self.slot = f"{place.name}_limit"
+        self.pipe = pipe
         self._round = place
         self._plugin = mode.plugin
         self._options = mode.plugin_options
@@ -182,8 +185,9 @@ class RecvLogical:
         await self._round.value("SELECT pg_create_logical_replication_slot(%s, %s)", self.slot, self._plugin)
 
     def process(self) -> Child:
-        command = [self._binary, "--start", "--no-loop", "-d", self._round.dsn, "-S", self.slot, "-f", "/dev/null"]
-        command += ["-F", "0"]  # no fsync, which the null device would refuse
+        into = str(self.pipe or "/dev/null")
+        command = [self._binary, "--start", "--no-loop", "-d", self._round.dsn, "-S", self.slot, "-f", into]
+        command += ["-F", "0"]  # no fsync, which neither of them can do
         for name, value in self._options.items():
             command += ["-o", f"{name}={value}"]
         self._child = Child(LIMIT, command, codes=(0, -15))  # before 16 it knows only SIGINT
@@ -191,7 +195,11 @@ class RecvLogical:
         return self._child
 
     async def ready(self, child: Child) -> None:
-        child.must_run()
+        async def reading() -> bool:
+            child.must_run()
+            return await self._round.walsender(self.slot) is not None
+
+        await until(reading, _START, f"{LIMIT} does not read its slot")
 
     async def moved(self) -> int:
         return written(self._child.pid) if self._child is not None else 0

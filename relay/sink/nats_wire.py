@@ -1,8 +1,8 @@
 """The wire below nats-py: its socket, which events are written to, and its parser's place, where acks are taken out.
 
-`Wire` is the only place that needs nats-py's private parts (what the server said of itself is read elsewhere, too); they
-are checked when the connection is opened (`usable`), and without them everything goes through nats-py's public API.
-Nothing here waits, or knows what is said.
+`Wire` is the only place that needs nats-py's private parts (what the server said of itself is read elsewhere, too).
+They are checked when the connection is opened (`usable`), and without them everything goes through nats-py's public
+API. Nothing here waits, or knows what is said.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def test_streaming_and_polling_side_by_side_lose_nothing(tmp_path: Path) -> None
 def test_a_steady_rate_is_heard_by_the_subscriber_and_a_kill_loses_nothing() -> None:
     sizes = ("--rows", str(ROWS), "--rate", "200", "--per-transaction", "5", "--seconds", "2")
     report = _bench("--quick", "--mode", "stream-pgoutput", "--scenario", "steady", "--scenario", "kill", *sizes)
-    steady, kill = report["measurements"]
+    steady, limit, kill = report["measurements"]
+    assert (limit["tool"], limit["missing"], limit["ratio_to_limit"]) == ("pg_recvlogical", 0, None)
+    assert limit["latency"]["p50_ms"] > 0
     assert steady["stored"] == steady["rows"] > 0
     assert steady["rows"] % 5 == 0  # whole transactions
     assert (steady["duplicates_seen"], steady["missing"]) == (0, 0)

@@ -103,7 +103,7 @@ def test_who_only_reads_shares_the_rows_and_who_begins_alternates() -> None:
     assert [each.label for each in second[0]] == ["relay poll-claim, jetstream"]
     assert [each.label for each in second[1]] == [shared[1], shared[2], shared[0]]
     steady = make_plan(["steady"], modes=["stream-pgoutput", "poll-snapshot"])
-    assert len(groups(contenders(steady, steady.scenarios[0], "jetstream", {}), steady.scenarios[0], 0)) == 2
+    assert len(groups(contenders(steady, steady.scenarios[0], "jetstream", {}), steady.scenarios[0], 0)) == 3
 
 
 def test_ratios_to_the_limit_of_the_same_plugin_and_to_the_baseline() -> None:

@@ -253,6 +253,18 @@ def test_the_subscriber_tells_rows_apart_by_their_number(tmp_path: Path) -> None
     assert (saved["events"], saved["distinct"]) == (4, 2)
 
 
+def test_rows_are_found_wherever_a_pipe_cuts_them() -> None:
+    row = b'w\x00{"t": 17000000000000%02d, "item": "0000000%02d", "note": "%b"}\n'
+    rows = [row % (number, number, b"x" * number) for number in range(99)]
+    stream = b"".join(rows)
+    for size in (1, 7, 100, len(stream)):
+        notes, rest = Notes(live=True), b""
+        for at in range(0, len(stream), size):
+            rest = notes.stretch(rest + stream[at : at + size])
+        assert (notes.events, notes.seen.count(1)) == (99, 99)
+        assert notes.written.tolist() == [1700000000000000 + n for n in range(99)]
+
+
 def test_nats_frames_are_cut_wherever_the_socket_cuts_them() -> None:
     def headed(subject: bytes, head: bytes, body: bytes) -> bytes:
         return b"HMSG %b %d %d\r\n%b%b\r\n" % (subject, len(head), len(head) + len(body), head, body)
