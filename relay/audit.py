@@ -38,6 +38,16 @@ class Window:
             if len(self.counts) > _FEW:
                 self.counts = None
 
+    def agrees(self, rows: int, xids: int) -> bool:
+        """Whether the table holds nothing that did not come, by the number of its rows and the sum of their xids.
+
+        By the sum, too: as many rows may have been deleted as did not come. It is asked only where `missing` can tell
+        the two apart.
+        """
+        if self.counts is None or not rows:
+            return rows <= self.total
+        return rows == self.total and xids == sum(xid * count for xid, count in self.counts.items())
+
     def missing(self, rows: Mapping[int, int]) -> list[int] | None:
         """The transactions of which the table holds more rows than came; None: cannot be told apart."""
         if self.counts is None:

@@ -89,18 +89,20 @@ class Checkpointer:
         # EMPTY: somebody else's slot was taken over, and what was published before is not known. Equal: nobody wrote.
         if not self._audited or window.blind or window.since in (EMPTY, until):
             return
-        rows = await count_rows(self._session, self._audited, window.since, until)
+        rows, xids = await count_rows(self._session, self._audited, window.since, until)
         self._progress.audits += 1
-        if rows <= window.total:
+        if window.agrees(rows, xids):
             self.agreed |= rows > 0
             return
         missing = window.missing(await count_by_xid(self._session, self._audited, window.since, until))
         if missing == []:
-            return  # counted a row twice, or it was deleted meanwhile
+            self.agreed |= rows > 0
+            return  # counted a row twice, or rows were deleted meanwhile
         self._progress.audit_failures += 1
         await self._save()  # `since`, and what was counted, as the next life will read it
         raise StreamIncomplete(
-            f"the table holds {rows} rows of transactions of which the stream brought {window.total}",
+            f"the table holds {rows} rows of transactions of which the stream brought {window.total}"
+            + (f"; of {len(missing)} of them it lacks rows" if missing else ""),
             since=str(window.since),
             until=str(until),
             until_lsn=str(window.until.lsn),

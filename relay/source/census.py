@@ -13,9 +13,13 @@ from relay.source.poll import GAP
 from relay.source.session import Session, translated
 
 
-async def count_rows(session: Session, mappings: Sequence[Mapping], since: Snapshot, until: Snapshot) -> int:
-    """Rows visible in `until` and not in `since`."""
-    return sum([row[0] for row in await _ask(session, mappings, since, until, "SELECT count(*) FROM {table} WHERE ")])
+async def count_rows(
+    session: Session, mappings: Sequence[Mapping], since: Snapshot, until: Snapshot
+) -> tuple[int, int]:
+    """Rows visible in `until` and not in `since`: how many, and the sum of their transactions' ids."""
+    query: LiteralString = "SELECT count(*), coalesce(sum({xid}::text::bigint), 0) FROM {table} WHERE "
+    found = await _ask(session, mappings, since, until, query)
+    return sum(rows for rows, _ in found), sum(int(xids) for _, xids in found)
 
 
 async def count_by_xid(

@@ -88,6 +88,27 @@ async def test_a_publication_repaired_before_anybody_noticed(scene: Scene) -> No
 
 
 @pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G5")
+async def test_a_table_that_is_replaced_by_an_empty_one(scene: Scene) -> None:
+    """The publication keeps the old one. As many rows as are missed went away with it, in the same window."""
+    scene.configure(checkpoint={"interval": "2s"})
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        with psycopg.connect(scene.dsn) as connection:
+            scene.ledger.write(20)
+            connection.execute("ALTER TABLE outbox_events RENAME TO outbox_before")
+            connection.execute("CREATE TABLE outbox_events (LIKE outbox_before INCLUDING ALL)")
+            connection.execute("ALTER TABLE outbox_events ALTER seq RESTART 1000")
+            connection.commit()
+            scene.ledger.write(20, seed=2)
+        await relay.says("audit.healed")
+        await scene.complete(relay)
+        scene.execute("ALTER PUBLICATION outbox_relay SET TABLE outbox_events")
+        await relay.says_again("stream.started", 1)
+        await relay.stopped()
+
+
+@pytest.mark.guarantee("G1")
 async def test_killed_while_it_heals(scene: Scene) -> None:
     with RelayProcess(scene.path) as relay:
         await relay.streaming()

@@ -173,8 +173,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     async def by_xid(session: Any, tables: Sequence[Any], since: Snapshot, until: Snapshot) -> dict[int, int]:
         return {xid: count for xid, count in rows.items() if until.sees(xid) and not since.sees(xid)}
 
-    async def total(session: Any, tables: Sequence[Any], since: Snapshot, until: Snapshot) -> int:
-        return sum((await by_xid(session, tables, since, until)).values())
+    async def total(session: Any, tables: Sequence[Any], since: Snapshot, until: Snapshot) -> tuple[int, int]:
+        found = await by_xid(session, tables, since, until)
+        return sum(found.values()), sum(xid * count for xid, count in found.items())
 
     monkeypatch.setattr(relay.checkpointer, "count_by_xid", by_xid)
     monkeypatch.setattr(relay.checkpointer, "count_rows", total)
@@ -223,6 +224,18 @@ async def test_rows_that_are_gone_already_are_no_loss(table: dict[int, int]) -> 
     brought(saving, (110, 110, 2), (160, 160, 4))
     await saving.checkpointer.tick()
     assert saving.progress.audit_failures == 0
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G5")
+async def test_rows_that_are_gone_do_not_hide_as_many_that_the_stream_lacks(table: dict[int, int]) -> None:
+    saving = Saving(150, 250, audited=True)
+    await saving.checkpointer.tick()
+    table.update({120: 2})  # those of 110 were deleted
+    brought(saving, (110, 110, 2), (160, 160, 4))
+    with pytest.raises(StreamIncomplete) as caught:
+        await saving.checkpointer.tick()
+    assert caught.value.xids == (120,)
 
 
 async def test_a_window_without_rows_proves_nothing(table: dict[int, int]) -> None:
