@@ -6,6 +6,7 @@ What cannot be routed is not dropped: `Unroutable` carries the reason, and the c
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import itemgetter
@@ -44,6 +45,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 token: wh
 _RESERVED = ("nats-", "relay-")
 _TEMPLATE = re.compile(r"\{(\w+)\}")
 _CACHED = 10_000
+_EXACT = (str, bool, int, type(None))  # header values that orjson reads without loss
 _UNCHANGED = "!#$&'()*+,/:;<=>?@[\\]^_`{|}~-."  # printable ASCII but space, quote and percent: as in HTTP headers
 
 Values = Callable[[bytes, Row, bytes], tuple[Cell, ...]]
@@ -269,8 +271,13 @@ def _row_headers(cell: Cell) -> list[tuple[str, bytes]]:
         return []
     try:
         parsed = orjson.loads(cell)
+        if isinstance(parsed, dict) and not all(isinstance(each, _EXACT) for each in parsed.values()):
+            parsed = _as_written(cell)
     except orjson.JSONDecodeError as exc:
-        raise Unroutable(f"the headers are not JSON: {exc}") from None
+        try:
+            parsed = _as_written(cell)  # it may be JSON all the same, with a number that is too large for a double
+        except (ValueError, RecursionError):
+            raise Unroutable(f"the headers are not JSON: {exc}") from None
     if not isinstance(parsed, dict):
         raise Unroutable("the headers are not a JSON object")
     result = []
@@ -280,8 +287,20 @@ def _row_headers(cell: Cell) -> list[tuple[str, bytes]]:
         if not _HEADER_NAME.fullmatch(name):
             raise Unroutable(f"{name!r} is not a legal header name")
         if value is not None:
-            result.append((name, value.encode() if isinstance(value, str) else orjson.dumps(value)))
+            try:
+                result.append((name, value.encode() if isinstance(value, str) else orjson.dumps(value)))
+            except (UnicodeEncodeError, orjson.JSONEncodeError):  # half of a surrogate pair
+                raise Unroutable(f"the header {name!r} is not Unicode text") from None
     return result
+
+
+def _as_written(cell: bytes) -> Any:
+    """The JSON with every number as it stands there: a double would lose digits, and zeros at the end."""
+    return json.loads(cell, parse_float=orjson.Fragment, parse_int=orjson.Fragment, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _fields(template: str, table: str) -> Callable[[Row], bytes | None]:

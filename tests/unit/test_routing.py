@@ -331,6 +331,22 @@ def test_header_values_that_are_not_strings_are_json(value: Any) -> None:
         assert found is not None and json.loads(found) == value
 
 
+@pytest.mark.parametrize(
+    "number", ["12345678901234567890123456789", "-99999999999999999999", "1.10", "1e400", "0.1000", "9" * 5000]
+)
+def test_numbers_in_headers_keep_every_digit(number: str) -> None:
+    """`numeric` in jsonb has more of them than a double."""
+    found = headers(event(headers=f'{{"x": {number}, "y": ["a", {number}], "z": "text"}}'.encode()))
+    assert (found["x"], found["y"], found["z"]) == (number.encode(), f'["a",{number}]'.encode(), b"text")
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', '["\\ud800"]'])
+def test_half_a_surrogate_pair_is_no_header(value: str) -> None:
+    """Postgres keeps it in json, though not in jsonb."""
+    with pytest.raises(Unroutable, match="not Unicode"):
+        event(headers=f'{{"x": {value}}}'.encode())
+
+
 @pytest.mark.parametrize("name", ["Nats-Rollup", "nats-msg-id", "NATS-X", "relay-position", "Relay-Replayed"])
 def test_reserved_names_are_rejected(name: str) -> None:
     """Nats-Rollup would purge a stream."""
@@ -344,7 +360,7 @@ def test_illegal_names_are_rejected(name: str) -> None:
         event(headers=json.dumps({name: "x"}).encode())
 
 
-@pytest.mark.parametrize("cell", [b"[]", b'"x"', b"1", b"{", b"", b"\xff"])
+@pytest.mark.parametrize("cell", [b"[]", b'"x"', b"1", b"{", b"", b"\xff", b'{"x": NaN}', b"[1.5]"])
 def test_headers_that_are_no_object_are_rejected(cell: bytes) -> None:
     with pytest.raises(Unroutable, match="headers are not"):
         event(headers=cell)
