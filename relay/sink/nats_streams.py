@@ -21,6 +21,7 @@ _ATOMIC = (2, 12, 1)  # 2.12.0 refuses message ids in atomic batches
 _NOT_FOUND = 10059
 _NAME_IN_USE = 10058
 _NO_PEERS = 10005
+_INVALID = 10052  # settings that the server never takes; its status is 500 all the same
 _NOT_ENABLED = (10039, 10076)
 _DUPLICATE_WINDOW = 120.0  # nats-server's own default
 
@@ -214,7 +215,7 @@ class Streams:
                 return StreamState.of(answer["config"])
             if exc.err_code == _NO_PEERS and "offline" in str(exc):  # also for a moment after a server came back
                 raise SinkUnavailable(f"stream {stream.name} cannot be created for now: {exc}") from None
-            if exc.code < 500 and exc.err_code not in _NOT_ENABLED:
+            if exc.err_code == _INVALID or (exc.code < 500 and exc.err_code not in _NOT_ENABLED):
                 raise SetupError(
                     f"stream {stream.name} cannot be created: {exc}", hint="correct it in [[sink.jetstream.streams]]"
                 ) from None
