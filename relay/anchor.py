@@ -23,7 +23,7 @@ from relay.lsn import LSN
 from relay.observer import danger
 from relay.recovery import drop_slot
 from relay.source.selection import Cut, Window
-from relay.source.session import Session, connect
+from relay.source.session import LASTING, Session, connect
 from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info
 
 log = structlog.get_logger("relay.anchor")
@@ -78,7 +78,7 @@ async def keep(config: Config) -> None:
     settings = config.source.anchor
     interval = min(60.0, max(0.2, settings.retention / 20))
     refused = ""
-    async with await connect(config.database, f"{config.relay.name} anchor") as session:
+    async with await connect(config.database, f"{config.relay.name} anchor", options=LASTING) as session:
         while True:
             try:
                 refused = await _look_after(session, config, refused)

@@ -31,12 +31,12 @@ from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.sink import BEHIND, Sink
 from relay.source.claim import Claimed, ClaimTable, Row
-from relay.source.session import Session, connect, translated
+from relay.source.session import LASTING, Session, connect, translated
 
 log = structlog.get_logger("relay.claim")
 
 _PUBLISH = 60.0  # seconds that a batch may take; the sinks' own bounds are shorter
-_OPTIONS = "-c idle_in_transaction_session_timeout=90s -c lock_timeout=10s"
+_OPTIONS = f"{LASTING} -c idle_in_transaction_session_timeout=90s -c lock_timeout=10s"
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from relay.checkpoint import CheckpointStore, Snapshot
 from relay.config import Config
 from relay.progress import Progress
 from relay.source.claim import ClaimTable
-from relay.source.session import Session, connect
+from relay.source.session import LASTING, Session, connect
 
 _SHARE = 0.02  # of the time at most is spent on looking
 
@@ -25,7 +25,7 @@ async def keep_history(
 ) -> None:
     """Until cancelled; raises when Postgres goes away, as the other sessions do."""
     settings, remembered = config.checkpoint, 0
-    async with await connect(config.database, f"{config.relay.name} history") as session:
+    async with await connect(config.database, f"{config.relay.name} history", options=LASTING) as session:
         clerk = store.on(session)
         while True:
             await asyncio.sleep(settings.history_interval)

@@ -22,7 +22,7 @@ from relay.lsn import NOWHERE
 from relay.pipeline import Pipeline
 from relay.source.notify import listen
 from relay.source.poll import Gap, PollSource
-from relay.source.session import connect
+from relay.source.session import LASTING, connect
 from relay.writeback import WriteBack
 
 log = structlog.get_logger("relay.life")
@@ -81,7 +81,8 @@ async def rounds(
     pipeline.begin(NOWHERE)
     resumed = Gap.of(checkpoint.recovery) if checkpoint.recovery else None
     claimed = checkpoint.phase == "claim"
-    options = "-c synchronous_commit=on"  # rounds are saved here: the lock's session waits for notifications
+    # Rounds are saved here: the lock's session waits for notifications.
+    options = f"{LASTING} -c synchronous_commit=on"
     async with await connect(frame.config.database, f"{frame.config.relay.name} poll", options=options) as reading:
         source = PollSource(
             reading,

@@ -15,7 +15,7 @@ import structlog
 from relay.config import Config
 from relay.errors import SlotGivenUp
 from relay.metrics import Gauges, Metrics
-from relay.source.session import connect
+from relay.source.session import LASTING, connect
 from relay.status import read
 
 log = structlog.get_logger("relay.observer")
@@ -29,7 +29,7 @@ async def observe(config: Config, metrics: Metrics) -> None:
     name = f"{config.relay.name} observer"
     warned: dict[str, str] = {}
     try:
-        async with await connect(config.database, name, options="-c statement_timeout=10s") as session:
+        async with await connect(config.database, name, options=f"{LASTING} -c statement_timeout=10s") as session:
             while True:
                 started = time.monotonic()
                 seen = await read(session, config)

@@ -27,7 +27,7 @@ from relay.config import Config
 from relay.errors import SetupError, SlotLost
 from relay.lsn import LSN
 from relay.source.replication import WalSender
-from relay.source.session import Session, connect, translated
+from relay.source.session import LASTING, Session, connect, translated
 from relay.source.slot import SlotInfo, publication_info, slot_fault, slot_info
 
 log = structlog.get_logger("relay.recovery")
@@ -125,4 +125,4 @@ async def _barrier(session: Session) -> None:
 
 async def making_session(config: Config) -> Session:
     """A session for steps 1 and 2: they may wait long, and the lock's session must go on giving signs of life."""
-    return await connect(config.database, f"{config.relay.name} recovery")
+    return await connect(config.database, f"{config.relay.name} recovery", options=LASTING)

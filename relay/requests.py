@@ -26,7 +26,7 @@ from relay.progress import Progress
 from relay.replay import Pace, reader_of
 from relay.sink.subjects import covers, fault
 from relay.source.selection import Place, Selection, replayed
-from relay.source.session import Session, connect
+from relay.source.session import LASTING, Session, connect
 from relay.source.slot import fetch
 
 log = structlog.get_logger("relay.requests")
@@ -85,7 +85,8 @@ class Requests:
 
     async def run(self) -> None:
         """Until cancelled; raises when Postgres goes away, as the other sessions do."""
-        async with await connect(self._config.database, f"{self._config.relay.name} requests") as session:
+        name = f"{self._config.relay.name} requests"
+        async with await connect(self._config.database, name, options=LASTING) as session:
             while True:
                 try:
                     rows = await fetch(session, _NEXT, self._config.relay.name)

@@ -27,7 +27,7 @@ from relay.config import Config, Outbox
 from relay.errors import ContractError, SetupError, SourceUnavailable
 from relay.event import Event
 from relay.progress import Progress
-from relay.source.session import Session, connect, translated
+from relay.source.session import LASTING, Session, connect, translated
 from relay.source.slot import split
 
 log = structlog.get_logger("relay.writeback")
@@ -164,7 +164,7 @@ class WriteBack:
     async def run(self) -> None:
         """Write until cancelled; raises when Postgres goes away, as the other sessions do."""
         # Losing the last marks with the server's memory is no loss: a checkpoint's own commit flushes all before it.
-        options = "-c lock_timeout=300ms -c synchronous_commit=off"
+        options = f"{LASTING} -c lock_timeout=300ms -c synchronous_commit=off"
         session = await connect(self._config.database, f"{self._config.relay.name} write-back", options=options)
         async with session:
             self._running = True

@@ -18,7 +18,7 @@ from psycopg.rows import TupleRow
 from relay.config import Database
 from relay.errors import AuthError, RelayError, SourceUnavailable
 from relay.lsn import LSN
-from relay.source.session import PINNED, hanging_up, publication_missing, translate, translated
+from relay.source.session import hanging_up, options_of, publication_missing, translate, translated
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
 _PG_EPOCH = 946_684_800
@@ -44,7 +44,7 @@ class WalSender:
         cls, database: Database, application_name: str, *, timeout: float, lock_timeout: float
     ) -> WalSender:
         """Connect; `timeout` becomes wal_sender_timeout, so that Postgres frees the slot of a frozen relay."""
-        options = f"{PINNED} -c wal_sender_timeout={int(timeout * 1000)} -c lock_timeout={int(lock_timeout * 1000)}"
+        limits = f"-c wal_sender_timeout={int(timeout * 1000)} -c lock_timeout={int(lock_timeout * 1000)}"
         with translated():
             try:
                 with hanging_up():
@@ -55,7 +55,7 @@ class WalSender:
                         replication="database",
                         connect_timeout=max(1, round(database.connect_timeout)),
                         application_name=application_name,
-                        options=options,
+                        options=options_of(database, limits),
                         keepalives_idle=10,
                         keepalives_interval=5,
                         keepalives_count=3,

@@ -11,17 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psycopg
-from psycopg import AsyncConnection, errors
+from psycopg import AsyncConnection, errors, pq
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import TupleRow
 
 from relay.config import Database
 from relay.errors import AuthError, ContractError, RelayError, SetupError, SlotBusy, SlotLost, SourceUnavailable
 
-# Text formats are pinned: role or database settings would otherwise change what we publish.
+# Settings of role or database must not change what we publish (text formats), nor keep us from it: a query that takes
+# long would be cancelled again and again, and a checkpoint that cannot be saved makes the server keep its WAL.
 PINNED = (
     "-c client_encoding=utf8 -c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC "
-    "-c bytea_output=hex -c extra_float_digits=3"
+    "-c bytea_output=hex -c extra_float_digits=3 "
+    "-c statement_timeout=0 -c default_transaction_read_only=off"
 )
+LASTING = "-c idle_session_timeout=0"
+"""For a session of the running relay: it may have nothing to do for long. (Unknown before 14, which `check` tells.)"""
 
 Session = AsyncConnection[TupleRow]
 
@@ -39,13 +44,20 @@ async def connect(database: Database, application_name: str, *, options: str = "
             autocommit=True,
             connect_timeout=max(1, round(database.connect_timeout)),
             application_name=application_name,
-            options=f"{PINNED} {options}",
+            options=options_of(database, options),
             # A dead network is noticed in half a minute, not in two hours.
             keepalives_idle=10,
             keepalives_interval=5,
             keepalives_count=3,
             tcp_user_timeout=30_000,
         )
+
+
+def options_of(database: Database, more: str = "") -> str:
+    """The session's options: those of the DSN (some hosts choose the server by one) or of PGOPTIONS, then our own."""
+    defaults = {each.keyword: each.val for each in pq.Conninfo.get_defaults()}
+    own = conninfo_to_dict(database.conninfo()).get("options") or (defaults.get(b"options") or b"").decode()
+    return f"{own} {PINNED} {more}".strip()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 from relay.config import Database
 from relay.errors import RelayError, SetupError, SlotBusy, SlotLost
 from relay.lsn import LSN
-from relay.source.session import PINNED, Session, hanging_up, translated
+from relay.source.session import Session, hanging_up, options_of, translated
 
 _RECOVER = "`relay run` with source.mode = auto closes the gap from the table and makes a new slot"
 
@@ -301,7 +301,7 @@ async def identify(database: Database) -> None:
                 autocommit=True,
                 connect_timeout=max(1, round(database.connect_timeout)),
                 application_name="relay check",
-                options=PINNED,
+                options=options_of(database),
                 replication="database",
             )
         try:

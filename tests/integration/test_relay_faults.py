@@ -301,6 +301,30 @@ async def test_only_what_the_round_trip_needs_is_read_while_kafka_does_not_answe
         ledger.check(stored, duplicates=len(stored))
 
 
+@pytest.mark.guarantee("G10")
+async def test_settings_of_the_role_do_not_hold_it_up(scene: Scene, database: Database) -> None:
+    """Made for people and applications: queries that are cut off, sessions that may not rest, nothing written."""
+    scene.sections["outbox"] = [{"write_back": {"published_at": "now()"}}]  # has a session that rests
+    scene.configure(database={"dsn": database.dsn_for(scene.name)})
+    scene.execute(
+        f"CREATE ROLE {scene.name} LOGIN SUPERUSER; ALTER ROLE {scene.name} SET statement_timeout = '1ms';"
+        f" ALTER ROLE {scene.name} SET idle_session_timeout = '500ms';"
+        f" ALTER ROLE {scene.name} SET default_transaction_read_only = on"
+    )
+    try:
+        with RelayProcess(scene.path) as relay:
+            await relay.streaming()
+            scene.ledger.write(50)
+            await scene.settled(relay)
+            await asyncio.sleep(2)
+            scene.ledger.write(50, seed=2)
+            await scene.settled(relay)
+            assert not relay.said("source.failed"), relay.output
+            await relay.stopped()
+    finally:
+        scene.execute(f"DROP OWNED BY {scene.name}; DROP ROLE {scene.name}")
+
+
 @pytest.mark.guarantee("G7")
 async def test_an_idle_outbox_with_busy_neighbours_retains_no_wal(scene: Scene) -> None:
     scene.execute("CREATE TABLE neighbour (id bigint, pad text)")

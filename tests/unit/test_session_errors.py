@@ -6,6 +6,7 @@ import psycopg
 import pytest
 from psycopg import errors
 
+from relay.config import Database
 from relay.errors import (
     AuthError,
     ContractError,
@@ -17,7 +18,7 @@ from relay.errors import (
     SourceUnavailable,
     TransientError,
 )
-from relay.source.session import translate, translated
+from relay.source.session import LASTING, PINNED, options_of, translate, translated
 
 
 def of_state(state: str, text: str = "something") -> psycopg.Error:
@@ -122,3 +123,20 @@ def test_the_cause_is_kept_and_others_pass() -> None:
     assert isinstance(caught.value.__cause__, psycopg.Error)
     with pytest.raises(ZeroDivisionError), translated():
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("dsn", "environment", "own"),
+    [
+        ("postgresql://h/d?options=endpoint%3Dlake%20-c%20geqo%3Doff", "-c geqo=on", "endpoint=lake -c geqo=off"),
+        ("postgresql://h/d", "-c geqo=off", "-c geqo=off"),
+        ("postgresql://h/d", "", ""),
+    ],
+)
+def test_options_of_the_dsn_are_kept_and_ours_come_last(
+    monkeypatch: pytest.MonkeyPatch, dsn: str, environment: str, own: str
+) -> None:
+    """Some hosts find the server by one; the last of a name counts."""
+    monkeypatch.setenv("PGOPTIONS", environment)
+    found = options_of(Database.model_validate({"dsn": dsn}), LASTING)
+    assert found == f"{own} {PINNED} {LASTING}".strip()
