@@ -18,7 +18,14 @@ from relay.check_slots import (
     publication_findings,
     slot_findings,
 )
-from relay.check_tables import absent, outbox_findings, recoverable, relay_table_findings, write_back_findings
+from relay.check_tables import (
+    absent,
+    generated_findings,
+    outbox_findings,
+    recoverable,
+    relay_table_findings,
+    write_back_findings,
+)
 from relay.config import Config
 from relay.errors import ContractError, RelayError
 from relay.finding import Finding, exit_code, render, size
@@ -97,6 +104,8 @@ async def _inspect(session: Session, config: Config, standbys: Sequence[str]) ->
     if config.source.plugin == "pgoutput":
         publication = await publication_info(session, config.source.publication)
         findings += list(publication_findings(publication, [table or absent(outbox) for outbox, table in tables]))
+        for outbox, table in tables:
+            findings += generated_findings(outbox, table, publication, server) if table else []
     else:  # a plugin with a filter of its own needs no publication
         findings += await plugin_findings(session, config.source.plugin)
     heals = config.source.mode == "auto" and all(table and recoverable(outbox, table) for outbox, table in tables)

@@ -8,7 +8,7 @@ from relay.config import Outbox
 from relay.finding import Finding, identifier, qualified
 from relay.setup_found import RELAY_TABLES
 from relay.source.session import Session
-from relay.source.slot import Column, TableInfo, fetch, split, table_info
+from relay.source.slot import Column, PublicationInfo, ServerInfo, TableInfo, fetch, split, table_info
 
 _JSON = {"json", "jsonb"}
 _INTEGERS = {"bigint", "integer", "smallint"}
@@ -71,6 +71,23 @@ def outbox_findings(outbox: Outbox, table: TableInfo | None, user: str) -> Itera
     yield from faults
     if not missing and not faults:
         yield Finding("ok", subject, f"has the {len(wanted)} columns that the relay reads")
+
+
+def generated_findings(
+    outbox: Outbox, table: TableInfo, publication: PublicationInfo, server: ServerInfo
+) -> Iterator[Finding]:
+    """Columns that the relay reads and that pgoutput does not send, because Postgres computes them."""
+    read = {*outbox.columns.model_dump().values(), *outbox.header_columns.values()}
+    for column in table.columns.values():
+        if column.name not in read or not column.generated or (column.generated == "s" and publication.generated):
+            continue
+        remedy = f"ALTER TABLE {qualified(table.name)} ALTER COLUMN {identifier(column.name)} DROP EXPRESSION;  "
+        remedy += "and let the application or a trigger fill it"
+        if column.generated == "v":
+            remedy = "make it a stored one, or an ordinary column that the application or a trigger fills"
+        elif server.version_num >= 180000:
+            remedy = f"ALTER PUBLICATION {identifier(publication.name)} SET (publish_generated_columns = stored);"
+        yield Finding("error", table.name, f"{column.name} is a generated column: it is not streamed", remedy)
 
 
 async def write_back_findings(

@@ -87,7 +87,7 @@ class Mapping:
             raise ContractError(
                 f"{self.table} has no column {', '.join(missing)} (it has {', '.join(names)})",
                 hint='name the right columns under [outbox.columns] ("" for a part that the table does not have), '
-                "or see that the publication has no column list that hides them",
+                "or see that the publication hides none of them, by a column list or as a generated column",
             )
         # One column may play several parts (id as partition key, say): the first part's place holds the value.
         first = {column: place for place, column in reversed(list(enumerate(self.columns))) if column}

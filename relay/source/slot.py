@@ -71,6 +71,7 @@ class PublicationInfo:
     other_operations: tuple[str, ...] = ()
     via_root: bool = False
     all_tables: bool = False
+    generated: bool = False  # stored generated columns, too (from 18 on)
     tables: dict[str, PublishedTable] = field(default_factory=dict)  # by schema.table
 
 
@@ -83,6 +84,7 @@ class Column:
     default: str | None
     unique: bool  # it alone has a unique index without a predicate
     btree: bool  # it leads a btree index without a predicate
+    generated: str  # s is stored, v virtual
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ async def publication_info(session: Session, name: str) -> PublicationInfo:
         other_operations=tuple(op for op in ("update", "delete", "truncate") if row[f"pub{op}"]),
         via_root=row["pubviaroot"],
         all_tables=row["puballtables"],
+        generated=row.get("pubgencols") == "s",
         tables=tables,
     )
 
@@ -269,7 +272,8 @@ async def table_info(session: Session, table: str) -> TableInfo | None:
                          AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum),
                EXISTS (SELECT FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid JOIN pg_am m ON m.oid = x.relam
                        WHERE i.indrelid = a.attrelid AND m.amname = 'btree' AND i.indisvalid
-                         AND i.indpred IS NULL AND i.indkey[0] = a.attnum)
+                         AND i.indpred IS NULL AND i.indkey[0] = a.attnum),
+               a.attgenerated::text
         FROM pg_attribute a LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
         WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum
         """,

@@ -101,6 +101,20 @@ async def test_a_fault_is_found_and_its_remedy_cures_it(any_database: Database, 
         assert await bad(config) == [], fault
 
 
+async def test_a_generated_column_is_not_streamed(any_database: Database, prefix: str) -> None:
+    config = config_of(any_database, prefix)
+    await setup(config)
+    any_database.execute(
+        "ALTER TABLE outbox_events DROP COLUMN topic,"
+        " ADD COLUMN topic text GENERATED ALWAYS AS ('t.' || event_type) STORED,"
+        " ADD COLUMN unread text GENERATED ALWAYS AS ('t.' || event_type) STORED"
+    )
+    [finding] = await bad(config)
+    assert (finding.level, finding.message) == ("error", "topic is a generated column: it is not streamed")
+    any_database.execute(finding.remedy.partition(";")[0])
+    assert await bad(config) == []
+
+
 async def test_a_partitioned_table_under_the_names_of_its_partitions(any_database: Database, prefix: str) -> None:
     config = config_of(any_database, prefix)
     await setup(config, partitioned=True)
