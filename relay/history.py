@@ -99,11 +99,12 @@ def end(known: Known, *, lsn: LSN | None = None, at: datetime | None = None) -> 
 
 def parse_time(text: str, now: datetime) -> datetime:
     """ISO 8601 (without a zone: UTC), or how long ago: 90s, 15m, 2h, 3d."""
-    if match := re.fullmatch(r"(\d+)([smhd])", text.strip()):
-        return now - timedelta(seconds=int(match[1]) * _UNITS[match[2]])
     try:
+        if match := re.fullmatch(r"(\d+)([smhd])", text.strip()):
+            return now - timedelta(seconds=int(match[1]) * _UNITS[match[2]])
         at = datetime.fromisoformat(text.strip())
-    except ValueError:
+        at.astimezone(UTC)
+    except (ValueError, OverflowError):  # also a time before the first year, or behind the last
         raise ConfigError(
             [f"not a time: {text!r}"], hint="write 2026-11-16T12:00:00Z, or how long ago: 90s, 15m, 2h, 3d"
         ) from None

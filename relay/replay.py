@@ -95,7 +95,10 @@ def check_wish(wish: Wish) -> None:
         faults.append("say what to replay: --from-lsn, --since, --bookmark, --seq, --key or --id")
     if wish.exact and (wish.ids or wish.seq is not None or wish.to_seq is not None or not begins):
         faults.append("--exact needs --from-lsn, --since or --bookmark, and knows no --seq and no --id")
-    if wish.rate is not None and wish.rate <= 0:
+    for name, value in (("--seq", wish.seq), ("--to-seq", wish.to_seq)):
+        if value is not None and not -(2**63) <= value < 2**63:
+            faults.append(f"{name} is beyond what a bigint can be")
+    if wish.rate is not None and not wish.rate > 0:
         faults.append("--rate must be more than 0")
     if faults:
         raise ConfigError(faults, hint="docs/replay.md has examples")

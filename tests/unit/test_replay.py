@@ -59,14 +59,18 @@ def test_times() -> None:
     assert parse_time("2026-11-16T13:00+01:00", NOON) == NOON
     assert parse_time("90s", NOON) == NOON - timedelta(seconds=90)
     assert parse_time("2h", NOON) == NOON - timedelta(hours=2)
-    with pytest.raises(ConfigError, match="not a time"):
-        parse_time("yesterday", NOON)
+    for text in ("yesterday", "9999999d", "99999999999999999999s", "0001-01-01T00:00+01:00"):
+        with pytest.raises(ConfigError, match="not a time"):
+            parse_time(text, NOON)
 
 
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
         (Wish(), "say what to replay"),
+        (Wish(seq=2**63), "--seq is beyond"),
+        (Wish(seq=1, to_seq=-(2**63) - 1), "--to-seq is beyond"),
+        (Wish(seq=1, rate=float("nan")), "--rate must be more"),
         (Wish(seq=1, since="1h"), "--since and --seq: give one beginning"),
         (Wish(seq=1, to_seq=2, until="1h"), "one end"),
         (Wish(ids=("a",), key="k"), "--id stands alone"),
