@@ -92,6 +92,7 @@ class SourceSection(Section):
     )
     wal_sender_timeout: Positive = Field(
         15.0,
+        le=2_147_483,  # what Postgres counts in milliseconds
         description="After this silence Postgres frees the slot of a frozen relay, so that a stand-by can take over.",
     )
     retry: Positive = Field(
@@ -105,6 +106,13 @@ class SourceSection(Section):
     )
 
     _slot = field_validator("slot")(plain)
+
+    @field_validator("publication")
+    @classmethod
+    def _publication(cls, value: str) -> str:
+        if not 0 < len(value.encode()) <= 63:
+            raise ValueError("a publication's name has 1 to 63 bytes")
+        return value
 
     @model_validator(mode="after")
     def _two_slots(self) -> SourceSection:

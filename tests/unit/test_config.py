@@ -95,6 +95,8 @@ def test_relations_between_values_are_checked(tmp_path: Path) -> None:
         ('[[outbox]]\ntable = "a.b.c"', "outbox.0.table: write schema.table"),
         ('[[outbox]]\ntable = ""', "outbox.0.table: write schema.table"),
         ('[[outbox]]\ncolumns = { id = "" }', "outbox.0.columns: id cannot be empty"),
+        ('[source]\npublication = ""', "source.publication: a publication's name has 1 to 63 bytes"),
+        ('[source]\nwal_sender_timeout = "30d"', "source.wal_sender_timeout: Input should be less"),
         ('[admin]\nlisten = "9464"', "admin.listen: write host:port"),
         ('[admin]\nlisten = "127.0.0.1:99999"', "admin.listen: "),
         ("[sink.jetstream]\nservers = []", "sink.jetstream.servers: at least one"),
