@@ -58,10 +58,13 @@ async def read_headers(
 
 
 def header_map(block: bytes) -> dict[str, str]:
-    """Headers by their names in lower case; the first of a name counts."""
+    """Headers by their names in lower case; the first of a name counts.
+
+    Their values as they were sent, with spaces at both ends: an id of type char(n) has them, and is compared.
+    """
     found: dict[str, str] = {}
     for line in block.decode(errors="replace").split("\r\n")[1:]:
         name, colon, value = line.partition(":")
         if colon:
-            found.setdefault(name.lower(), value.strip())
+            found.setdefault(name.lower(), value.removeprefix(" "))
     return found

@@ -140,6 +140,19 @@ async def test_a_successor_reads_back_what_the_checkpoint_does_not_cover(nats: N
 
 
 @pytest.mark.guarantee("G4")
+async def test_ids_with_spaces_at_their_ends_are_read_back_as_they_are(nats: Nats, client: Client, prefix: str) -> None:
+    """As char(n) has them. The server remembers no ids by then."""
+    made = [event._replace(id=b" %b  " % event.id) for event in events((f"{prefix}.a",), 10)]
+    streams = (Stream(name=prefix, subjects=(f"{prefix}.>",), create=True, duplicate_window=0.1),)
+    config = configured(nats.url, prefix, streams=streams)
+    for _ in range(2):
+        async with opened(config, {prefix: 0}) as sink:
+            await publish_overlapping(sink, batches_of(made, 5))
+        await asyncio.sleep(0.5)
+    assert (await client.jetstream().stream_info(prefix)).state.messages == 10
+
+
+@pytest.mark.guarantee("G4")
 async def test_a_work_queue_that_was_consumed_meanwhile(nats: Nats, client: Client, prefix: str) -> None:
     """What consumers took is skipped by its place, if events come in the same order; else they come again."""
     js = client.jetstream()
