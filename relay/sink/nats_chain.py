@@ -130,7 +130,8 @@ async def read_chain(
         raise SetupError(
             f"stream {name} ends at sequence {last}, but this relay has stored events up to {mark}",
             hint="the stream was restored, or deleted and made again: what it lost is not published again by itself. "
-            f"To go on from here: UPDATE outbox_relay_checkpoint SET sink = sink - '{name}'",
+            f"To go on from here: UPDATE outbox_relay_checkpoint SET sink = sink - '{name}' "
+            f"WHERE relay = '{origin.partition(':')[0]}'",
         )
     wanted = range(max(mark + 1, first), last + 1)
     found: dict[int, dict[str, str]] = {}
