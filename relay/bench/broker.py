@@ -34,6 +34,7 @@ from relay.embedded.process import free_port
 _PARTITIONS = 4
 _WARM_UP = 300_000  # events until the JVM has compiled what it will compile
 _REQUESTS = 60_000  # the same for the way of a single request: a thousand events a second are a thousand of them
+_COLD = 45.0  # seconds of a paced load until the JVM has also compiled what only waiting clients need
 _TIMEOUT = 30.0
 
 
@@ -44,6 +45,7 @@ class Broker(Protocol):
     pid: int | None  # None: not ours, so its CPU is not visible
     address: str
     version: str
+    cold: float  # seconds of a paced load that are still needed until it costs what it will cost
 
     async def create(self, name: str) -> None: ...
     async def exists(self, name: str) -> bool: ...
@@ -66,6 +68,7 @@ class JetStreamBroker:
     """Streams: one per round, R1 on file, created by the relay itself as users do."""
 
     kind: Kind = "jetstream"
+    cold = 0.0
 
     def __init__(self, client: Client, address: str, pid: int | None) -> None:
         self._client = client
@@ -121,6 +124,7 @@ class KafkaBroker:
     """Topics: one per round, four partitions. `far` are the ports of a listener that expects a proxy before it."""
 
     kind: Kind = "kafka"
+    cold = 0.0
 
     def __init__(self, address: str, pid: int | None, far: tuple[int, int] | None = None, version: str = "") -> None:
         self._admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
@@ -283,6 +287,7 @@ async def _kafka(plan: Plan, say: Callable[[str], None]) -> AsyncIterator[Broker
         server = stack.enter_context(_FarKafka())
         broker = KafkaBroker(server.bootstrap, server.pid, server.far, server.release)
         await broker.warm_up(0.3 if plan.quick else 1.0)
+        broker.cold = 0.0 if plan.quick else _COLD
         yield broker
 
 
