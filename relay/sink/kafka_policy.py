@@ -124,6 +124,8 @@ _CERTIFICATE = re.compile(r"certificate verify failed|tls alert|SSL alert number
 _DENIED = re.compile(r"invalid|unauthorized|denied", re.IGNORECASE)
 _TOPIC_HINT = "create the topic, or set sink.kafka.create_topics = true"
 
+_MISSING = (_E.UNKNOWN_TOPIC_OR_PART, _E.UNKNOWN_TOPIC_ID, _E._UNKNOWN_TOPIC, _E._UNKNOWN_PARTITION)  # noqa: SLF001
+
 # What the broker (or librdkafka) says → what we do. Whatever is not here is judged by librdkafka's own flag, and stops
 # the relay when that does not say "retriable".
 _CLASSES: dict[int, tuple[type[RelayError], str]] = {
@@ -143,10 +145,7 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
         ),
         (AuthError, _AUTH_HINT),
     ),
-    **dict.fromkeys(
-        (_E.UNKNOWN_TOPIC_OR_PART, _E.UNKNOWN_TOPIC_ID, _E._UNKNOWN_TOPIC, _E._UNKNOWN_PARTITION, _E.TOPIC_EXCEPTION),  # noqa: SLF001
-        (SetupError, _TOPIC_HINT),
-    ),
+    **dict.fromkeys((*_MISSING, _E.TOPIC_EXCEPTION), (SetupError, _TOPIC_HINT)),
     _E.POLICY_VIOLATION: (OperatorError, "a policy of the cluster forbids it: ask its administrators"),
     _E.INVALID_TIMESTAMP: (
         OperatorError,
@@ -230,6 +229,17 @@ def translate(error: Any, doing: str) -> RelayError:
     if error.retriable():
         return SinkUnavailable(text)
     return ProtocolError(text, hint="an error the relay does not know: it stops rather than guess; nothing is lost")
+
+
+def translate_event(error: Any, topic: str) -> RelayError:
+    """The same for an event that was not taken.
+
+    A topic that was there and is gone is looked for by the next session, which makes or names it before it sends.
+    """
+    doing = f"Kafka did not take an event of topic {topic}"
+    if error.code() in _MISSING:
+        return SinkUnavailable(f"{doing}: {error.str()} ({error.name()})", hint="was the topic deleted?")
+    return translate(error, doing)
 
 
 _FENCED = frozenset((_E._FENCED, _E.PRODUCER_FENCED, _E.INVALID_PRODUCER_EPOCH))  # noqa: SLF001

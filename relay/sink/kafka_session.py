@@ -22,7 +22,7 @@ from relay.sink.kafka_blocking import Blocked, behind
 from relay.sink.kafka_contacts import Contact, Contacts
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_partition import HASHES
-from relay.sink.kafka_policy import CONSEQUENCES, Option, fault, legal_topic, session_options, translate
+from relay.sink.kafka_policy import CONSEQUENCES, Option, fault, legal_topic, session_options, translate_event
 from relay.sink.kafka_producer import Logs
 from relay.sink.kafka_tally import LIBRARY, Tally, tally
 from relay.sink.kafka_thread import GRACE, ReportThread
@@ -65,7 +65,7 @@ class Session:
     # -- on the loop, or the report thread -----------------------------------------------------------------------------
 
     def undelivered(self, flight: Flight, error: Any, content: Content) -> None:
-        failure = translate(error, "Kafka did not take an event")
+        failure = translate_event(error, content[0])
         if isinstance(failure, EventRejected):
             self.refused.add(content)
             if self.careful:
@@ -211,7 +211,7 @@ class Session:
         """By librdkafka itself, before any broker saw it."""
         if error.code() == KafkaError._QUEUE_FULL:  # noqa: SLF001  part of the public interface
             return "room"
-        failure = translate(error, "Kafka did not take an event")
+        failure = translate_event(error, event.topic)
         if isinstance(failure, EventRejected):
             flight.reject(event, str(failure))
             return ""

@@ -165,6 +165,26 @@ async def test_topics_seen_first_in_publish(kafka: Kafka, open_sink: OpenSink, p
         assert all(seqs == sorted(seqs) for seqs in order_per_key(stored).values())
 
 
+@pytest.mark.parametrize("may_create", [True, False])
+async def test_a_topic_that_is_deleted_meanwhile(
+    kafka: Kafka, open_sink: OpenSink, prefix: str, may_create: bool
+) -> None:
+    """It is made anew if the sink may, else it is named."""
+    create_topic(kafka.bootstrap, prefix)
+    notice = {"topic.metadata.propagation.max.ms": 100, "topic.metadata.refresh.interval.ms": 200}
+    sink = await open_sink(notice, create_topics=may_create)
+    assert await sink.publish(batch_of([make_event(1, topic=prefix)])) == []
+    AdminClient({"bootstrap.servers": kafka.bootstrap}).delete_topics([prefix])[prefix].result(60)
+    later = [batch_of([make_event(seq, topic=prefix, key=b"k")]) for seq in range(2, 20)]
+    if may_create:
+        assert [item async for found in publish_as_pipeline(sink, later) for item in found] == []
+        stored = await asyncio.to_thread(read_kafka, kafka.bootstrap, prefix)
+        assert order_per_key(first_occurrences(stored)) == {b"k": list(range(2, 20))}
+    else:
+        with pytest.raises(SetupError, match=prefix):
+            _ = [found async for found in publish_as_pipeline(sink, later)]
+
+
 async def test_missing_topic_fails_the_window_at_once(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
     known = create_topic(kafka.bootstrap, prefix)
     sink = await open_sink(create_topics=False, topics=(known,))
