@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, LiteralString, NamedTuple
 
 import orjson
 
@@ -186,16 +186,37 @@ class CheckpointStore:
         await self._update("system_identifier = %s, timeline = %s, slot = %s", (system_identifier, timeline, slot))
 
     async def remember(self, lsn: LSN, sample: Sample, keep: float) -> None:
-        """A row of history, from which any later point can be replayed; old ones go."""
+        """A row of history, from which any later point can be replayed; old ones go.
+
+        The newest of the old ones stays: points that are not too old begin with it, when nothing came in between.
+        """
+        await self._write_history(lsn, sample, "true")
+        with translated():
+            await self._session.execute(
+                "DELETE FROM public.outbox_relay_history WHERE relay = %(relay)s AND at <"
+                " (SELECT max(at) FROM public.outbox_relay_history"
+                " WHERE relay = %(relay)s AND at < now() - make_interval(secs => %(keep)s))",
+                {"relay": self._relay, "keep": keep},
+            )
+
+    async def begin_history(self, lsn: LSN, sample: Sample) -> None:
+        """The first row, where there is none: whoever notes an LSN from now on can replay from it."""
+        await self._write_history(
+            lsn, sample, "NOT EXISTS (SELECT FROM public.outbox_relay_history h WHERE h.relay = %(relay)s)"
+        )
+
+    async def _write_history(self, lsn: LSN, sample: Sample, condition: LiteralString) -> None:
         with translated():
             await self._session.execute(
                 "INSERT INTO public.outbox_relay_history (relay, at, lsn, snap, snap_lsn, wal_lsn)"
-                " VALUES (%s, now(), %s, %s::pg_snapshot, %s, pg_current_wal_insert_lsn())",
-                (self._relay, str(lsn), str(sample.snapshot), str(sample.lsn)),
-            )
-            await self._session.execute(
-                "DELETE FROM public.outbox_relay_history WHERE relay = %s AND at < now() - make_interval(secs => %s)",
-                (self._relay, keep),
+                " SELECT %(relay)s::text, now(), %(lsn)s::pg_lsn, %(snap)s::pg_snapshot, %(snap_lsn)s::pg_lsn,"
+                f" pg_current_wal_insert_lsn() WHERE {condition}",
+                {
+                    "relay": self._relay,
+                    "lsn": str(max(lsn, sample.lsn)),  # behind everything that the snapshot sees
+                    "snap": str(sample.snapshot),
+                    "snap_lsn": str(sample.lsn),
+                },
             )
 
     async def _update(self, assignments: str, values: tuple[Any, ...]) -> None:

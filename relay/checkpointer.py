@@ -67,6 +67,11 @@ class Checkpointer:
         self.agreed = False  # a window with rows in it was found complete
         self.audit = Audit(self._promoted, unseen)
 
+    async def begin(self) -> None:
+        """Before anything comes: the first point of the history, so that later LSNs can be replayed from."""
+        if self._promoted.snapshot != EMPTY:  # else nobody knows what was published before
+            await self._store.begin_history(self._saved_lsn, self._promoted)
+
     async def tick(self) -> None:
         """Sample; promote what is acknowledged and agreed; save and confirm if anything of ours moved."""
         covered, waiting = dict(self._pipeline.covered), self.audit.waiting()

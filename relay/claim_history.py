@@ -27,6 +27,9 @@ async def keep_history(
     settings, remembered = config.checkpoint, 0
     async with await connect(config.database, f"{config.relay.name} history", options=LASTING) as session:
         clerk = store.on(session)
+        sample = await clerk.sample()
+        await _published(session, tables, sample.snapshot, settings.interval)
+        await clerk.begin_history(sample.lsn, sample)
         while True:
             await asyncio.sleep(settings.history_interval)
             published = progress.published_events

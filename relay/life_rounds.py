@@ -110,7 +110,13 @@ async def rounds(
             else:
                 frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
 
+        async def begin_history() -> None:
+            await source.caught_up.wait()
+            await store.begin_history(source.since.lsn, source.since)
+
         more = [*requests(frame)] if beside is None and not single else []
+        if not single:
+            more.append(begin_history())
         if beside is not None:
             more.append(beside(source))
         if frame.config.poll.notify and not single:

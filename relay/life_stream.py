@@ -97,6 +97,7 @@ async def _stream_from(
     progress.last_error = progress.last_hint = ""
     progress.enter("streaming")
     log.info("stream.started", slot=config.source.slot, lsn=checkpoint.lsn, epoch=checkpoint.epoch)
+    await checkpointer.begin()
     if frame.stopping.is_set():  # told while we connected: `stop` found nothing to stop
         return
 
