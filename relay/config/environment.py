@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from relay.config.root import Config
 from relay.errors import ConfigError
 from relay.schema import load_schemas
 
+_OPTIONS = ("sink", "kafka", "options")
+
 
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (if any), lay the environment over it, validate. Raises ConfigError with all faults."""
-    from pydantic import ValidationError  # noqa: PLC0415  where nothing is checked it is not loaded
-
     faults: list[str] = []
     tree: dict[str, Any] = {}
     if path is not None:
@@ -29,12 +30,7 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
             raise ConfigError([f"{path}: {exc}"]) from None
     faults += overlay(tree, os.environ if environ is None else environ)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as exc:
-        for error in exc.errors(include_url=False, include_input=False):
-            faults.append(_fault(error))
-        raise ConfigError(faults, hint="docs/configuration.md lists every key") from None
+    config = _validated(tree, faults)
     for routing in (config.routing, *(outbox.routing for outbox in config.outbox if outbox.routing)):
         try:
             load_schemas(routing.schemas)  # kept: the router asks for the same files
@@ -65,7 +61,7 @@ def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
         if path[0] not in sections:
             faults.append(f"{name}: unknown section; known are {', '.join(sorted(sections))}")
             continue
-        if path[:3] == ["sink", "kafka", "options"] and len(path) == 4:
+        if tuple(path[:3]) == _OPTIONS and len(path) == 4:
             path[3] = path[3].replace("_", ".")
         node = tree
         for step in path[:-1]:
@@ -79,8 +75,51 @@ def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
     return faults
 
 
+def _validated(tree: dict[str, Any], faults: list[str]) -> Config:
+    """Rules over several keys are asked only where each key is right by itself: a second look leaves out the rest."""
+    from pydantic import ValidationError  # noqa: PLC0415  where nothing is checked it is not loaded
+
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False, include_input=False)
+    found = dict.fromkeys(_fault(error) for error in errors)
+    rest = copy.deepcopy(tree)
+    left_out = [_leave_out(rest, error["loc"]) for error in errors]
+    try:
+        Config.model_validate(rest)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False, include_input=False):
+            if not any(error["loc"] in (path, path[:-1]) for path in left_out):  # else perhaps because of that
+                found[_fault(error)] = None
+    raise ConfigError([*faults, *found], hint="docs/configuration.md lists every key") from None
+
+
+def _leave_out(tree: dict[str, Any], loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Remove the innermost key on the way to a fault; returns its path."""
+    node: Any = tree
+    path: tuple[int | str, ...] = ()
+    holder: tuple[dict[Any, Any], tuple[int | str, ...]] | None = None
+    for step in loc:
+        inside = step in node if isinstance(node, dict) else isinstance(node, list) and step in range(len(node))
+        if not inside:
+            break
+        path = (*path, step)
+        if isinstance(node, dict):
+            holder = node, path
+        node = node[step]
+    if holder is None:
+        return ()
+    node, path = holder
+    del node[path[-1]]
+    return path
+
+
 def _fault(error: Any) -> str:
-    path = ".".join(str(step) for step in error["loc"])
+    loc = tuple(error["loc"])
+    if loc[:3] == _OPTIONS and len(loc) > 4:  # once for each type that it could be
+        return f'{".".join(loc[:4])}: must be a text, a number, true, false or {{ file = "…" }}'
+    path = ".".join(str(step) for step in loc)
     message = str(error["msg"]).removeprefix("Value error, ")
     match error["type"]:
         case "extra_forbidden":

@@ -33,6 +33,13 @@ class Stream(Section):
             raise ValueError("a stream name has no spaces and none of . * > / \\")
         return value
 
+    @field_validator("subjects")
+    @classmethod
+    def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("at least one subject is needed")
+        return value
+
 
 class Tls(Section):
     ca: Path | None = Field(None, description="CA bundle that signs the servers.")

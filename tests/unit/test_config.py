@@ -372,6 +372,28 @@ def test_a_wrong_template_is_named(key: str, template: str, told: str) -> None:
     assert told in fault
 
 
+@pytest.mark.parametrize(
+    ("toml", "paths"),
+    [
+        ('[sink]\nkind = "kafka"\n[sink.kafka]\npartitions = "x"\noptions = {}', ["sink.kafka.partitions", "sink"]),
+        ("[sink.kafka.options]\nacks = [1]", ["sink.kafka.options.acks"]),
+        # The rule that a password needs a user would blame the wrong key.
+        ('[sink.jetstream]\nuser = 5\npassword = "x"', ["sink.jetstream.user"]),
+        (
+            '[[outbox]]\ntable = 5\n[[outbox]]\ntable = "a.b"\n[[outbox]]\ntable = "a.b"\n[log]\nlevel = "x"',
+            ["outbox.0.table", "log.level", "outbox"],
+        ),
+        ('[[sink.jetstream.streams]]\nname = "s"\nsubjects = []', ["sink.jetstream.streams.0.subjects"]),
+    ],
+)
+def test_rules_over_several_keys_are_told_with_the_other_faults(tmp_path: Path, toml: str, paths: list[str]) -> None:
+    file = tmp_path / "relay.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load(file, {})
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == paths
+
+
 def test_kafka_needs_an_address_and_says_so_with_the_other_faults(tmp_path: Path) -> None:
     file = tmp_path / "relay.toml"
     file.write_text('[sink]\nkind = "kafka"\n[sink.kafka.options]\n"linger.ms" = 5\n[delivery]\nmax_batch_events = 0\n')
