@@ -69,6 +69,7 @@ def configure(log: Log, stream: TextIO | None = None) -> None:
     # Libraries tell their own debugging details, payloads included: they speak only when something is wrong.
     root.setLevel(max(level, logging.WARNING))
     logging.getLogger("relay").setLevel(level)
+    logging.getLogger("psycopg").setLevel(logging.ERROR)  # it warns of what we are told anyway, by its exceptions
     logging.captureWarnings(capture=True)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ class AdminServer:
         pages = await asyncio.to_thread(importlib.import_module, "relay.admin.pages")
         from aiohttp import web  # noqa: PLC0415
 
+        logging.getLogger("aiohttp.server").addFilter(_ours)
         # An open request is cut off rather than waited for: stopping must not hang on a slow scraper.
         runner = web.AppRunner(
             pages.application(*self._pages), access_log=None, handle_signals=False, shutdown_timeout=0.2
@@ -103,3 +105,10 @@ class AdminServer:
             await runner.cleanup()
         for listening in sockets:
             listening.close()
+
+
+def _ours(record: logging.LogRecord) -> bool:
+    """Whether a line is about a fault of ours: what strangers send that is no HTTP has its answer, and is no news."""
+    from aiohttp.http_exceptions import HttpProcessingError  # noqa: PLC0415
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

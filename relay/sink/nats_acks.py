@@ -19,6 +19,11 @@ AWAITING_CONTROL_LINE = 1  # nats.protocol.parser's state between two frames
 
 # Error codes of a PubAck. What is in no class is unknown: the relay stops rather than guesses.
 TRANSIENT = frozenset({10002, 10008, 10009, 10023, 10047, 10077, 10118, 10158, 10163, 10167})
+_FULL = {
+    10023: "the server has no room left: see its disk, max_file_store and max_memory_store",
+    10047: "the server has no room left: see its disk, max_file_store and max_memory_store",
+    10077: "the stream is full and discards what is new: raise its limits (nats stream edit), or make room",
+}
 # Message larger than the stream takes; header block too large; the row names another stream than the subject's.
 REJECTED = frozenset({10054, 10060, 10097})
 CONFIGURATION = {
@@ -177,14 +182,14 @@ def judge(ack: Ack, subject: str) -> RelayError | str | None:
         return SinkUnavailable(f"JetStream holds the id of an event on {subject} without having stored it (seq 0)")
     if ack.code == 503:
         return SinkUnavailable(
-            f"nobody answers on subject {subject}: its stream has no leader at the moment, or no stream listens on it",
+            f"nobody answers on {subject}: its stream has no leader at the moment, or no stream listens on it",
             hint="if this stays, check that a stream with this subject exists (nats stream ls)",
         )
     text = f"{ack.error} ({ack.code})"
     if ack.code in REJECTED:
         return f"JetStream: {text}"
     if ack.code in TRANSIENT:
-        return SinkUnavailable(f"JetStream refuses {subject} for now: {text}")
+        return SinkUnavailable(f"JetStream refuses {subject} for now: {text}", hint=_FULL.get(ack.code, ""))
     if hint := CONFIGURATION.get(ack.code):
         return SetupError(f"JetStream refuses {subject}: {text}", hint=hint)
     return ProtocolError(f"JetStream answered {subject} with an unknown error: {text}")

@@ -211,6 +211,16 @@ async def test_unknown_paths_and_methods_are_refused() -> None:
             assert response.status == 405
 
 
+async def test_what_is_no_http_is_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(Progress()) as relay:
+        for sent in (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", b"\x16\x03\x01 hello\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", relay.server.port)
+            writer.write(sent)
+            assert (await reader.read(12)) == b"HTTP/1.0 400"
+            writer.close()
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
 async def test_a_port_in_use_names_the_address_and_the_setting() -> None:
     progress = Progress()
     with socket.socket() as other:
