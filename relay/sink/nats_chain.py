@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import re
+from collections.abc import Callable
 
 from relay.errors import SetupError, SinkUnavailable
 from relay.sink.nats_connection import ApiError, NatsConnection
-from relay.sink.nats_readback import header_map, read_headers
+from relay.sink.nats_readback import read_headers
 from relay.sink.nats_streams import StreamState
 
 log = logging.getLogger("relay.sink.nats")
@@ -20,6 +22,7 @@ log = logging.getLogger("relay.sink.nats")
 _NO_MESSAGE = 10037
 _AT_ONCE = 256  # requests under way while reading one by one
 _FEW = 500  # so many are read one by one: a consumer costs some round trips
+_HEADERS = re.compile(rb"^(nats-msg-id|relay-position|relay-replayed|id): ?([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 _QUIET = 1.0  # seconds without a message after which a consumer has no more for us
 
 
@@ -134,32 +137,47 @@ async def read_chain(
             f"WHERE relay = '{origin.partition(':')[0]}'",
         )
     wanted = range(max(mark + 1, first), last + 1)
-    found: dict[int, dict[str, str]] = {}
+    found: dict[int, bytes | str] = {}
+
+    def keep(block: bytes) -> bytes | str:
+        return _told(block, origin.encode() + b":")
+
     if len(wanted) > _FEW and stream.retention == "limits":  # elsewhere a consumer would take part in the retention
         try:
-            found = await read_headers(connection, prefix, name, wanted[0], wanted[-1], _QUIET)
+            found = await read_headers(connection, prefix, name, wanted[0], wanted[-1], _QUIET, keep)
         except ApiError as exc:
             log.info("stream %s is read back message by message: %s", name, exc)
-    await _ask(connection, prefix, name, [seq for seq in wanted if seq not in found], found)
+    await _ask(connection, prefix, name, [seq for seq in wanted if seq not in found], found, keep)
     places: list[bytes | None] = [None] * (last - mark)
     strangers = []
-    for seq, headers in sorted(found.items()):
-        event_id, position = headers.get("nats-msg-id") or _own_id(headers), headers.get("relay-position", "")
-        if event_id is None or not position.startswith(f"{origin}:"):
-            strangers.append(position or f"an unknown writer (sequence {seq})")
+    for seq, told in sorted(found.items()):
+        if isinstance(told, str):
+            strangers.append(told or f"an unknown writer (sequence {seq})")
         else:
-            places[seq - mark - 1] = event_id.encode()
+            places[seq - mark - 1] = told
     return Chain(name, mark, places, counting=counting), strangers
 
 
-def _own_id(headers: dict[str, str]) -> str | None:
-    """Of a message without a message id: its event's, or what a replay made of that."""
-    event_id, run = headers.get("id"), headers.get("relay-replayed")
-    return f"{event_id}:replay:{run}" if event_id and run else event_id
+def _told(block: bytes, ours: bytes) -> bytes | str:
+    """Of a message's headers: the id of an event of ours, whose position begins so; else, as text, who wrote it.
+
+    A hundred thousand messages are held at once, so that is all that is kept. Values are taken as they were sent, with
+    spaces at both ends: an id of type char(n) has them, and is compared. The first of a name counts.
+    """
+    headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(_HEADERS.findall(block))}
+    event_id, position = headers.get(b"nats-msg-id"), headers.get(b"relay-position", b"")
+    if not event_id and (event_id := headers.get(b"id")) and (run := headers.get(b"relay-replayed")):
+        event_id += b":replay:" + run  # what a replay makes of it
+    return event_id if event_id is not None and position.startswith(ours) else position.decode(errors="replace")
 
 
 async def _ask(
-    connection: NatsConnection, prefix: str, stream: str, wanted: list[int], found: dict[int, dict[str, str]]
+    connection: NatsConnection,
+    prefix: str,
+    stream: str,
+    wanted: list[int],
+    found: dict[int, bytes | str],
+    keep: Callable[[bytes], bytes | str],
 ) -> None:
     """Read messages one by one from the stream's leader, which knows for sure."""
 
@@ -170,7 +188,7 @@ async def _ask(
             if exc.err_code != _NO_MESSAGE:
                 raise SinkUnavailable(f"stream {stream} cannot be read back: {exc}") from None
             return
-        found[seq] = header_map(base64.b64decode(answer["message"].get("hdrs", "")))
+        found[seq] = keep(base64.b64decode(answer["message"].get("hdrs", "")))
 
     for start in range(0, len(wanted), _AT_ONCE):
         await asyncio.gather(*map(look, wanted[start : start + _AT_ONCE]))

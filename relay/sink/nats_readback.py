@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
 from relay.errors import RelayError
 from relay.sink.nats_access import GONE
 from relay.sink.nats_connection import ApiError, NatsConnection
 
+Kept = TypeVar("Kept")
+
 
 async def read_headers(
-    connection: NatsConnection, prefix: str, stream: str, first: int, last: int, quiet: float
-) -> dict[int, dict[str, str]]:
-    """Headers (names in lower case) of the messages from `first` to `last`, by sequence; many and fast.
+    connection: NatsConnection,
+    prefix: str,
+    stream: str,
+    first: int,
+    last: int,
+    quiet: float,
+    keep: Callable[[bytes], Kept],
+) -> dict[int, Kept]:
+    """What `keep` makes of the headers of the messages from `first` to `last`, by sequence; many and fast.
 
     What is missing is not there, or was not there yet where it was asked for: a replica, which may be behind.
     """
-    found: dict[int, dict[str, str]] = {}
+    found: dict[int, Kept] = {}
     done = asyncio.Event()
 
     def take(reply: bytes, block: bytes) -> None:
         seq = int(reply.split(b".")[-4])  # $JS.ACK.….<stream seq>.<consumer seq>.<time>.<pending>
-        found[seq] = header_map(block)
+        found[seq] = keep(block)
         if seq >= last:
             done.set()
 
@@ -54,17 +64,4 @@ async def read_headers(
     with contextlib.suppress(RelayError, ApiError, *GONE):
         await subscription.unsubscribe()
         await connection.request(f"{prefix}.CONSUMER.DELETE.{stream}.{answer['name']}")
-    return {seq: headers for seq, headers in found.items() if seq <= last}
-
-
-def header_map(block: bytes) -> dict[str, str]:
-    """Headers by their names in lower case; the first of a name counts.
-
-    Their values as they were sent, with spaces at both ends: an id of type char(n) has them, and is compared.
-    """
-    found: dict[str, str] = {}
-    for line in block.decode(errors="replace").split("\r\n")[1:]:
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.lower(), value.removeprefix(" "))
-    return found
+    return {seq: kept for seq, kept in found.items() if seq <= last}
