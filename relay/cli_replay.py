@@ -40,7 +40,8 @@ def replay(
 
     See docs/replay.md.
     """
-    from relay.replay import Report, Wish, replay  # noqa: PLC0415
+    from relay.replay import Report, replay  # noqa: PLC0415
+    from relay.wish import Wish  # noqa: PLC0415
 
     wish = Wish(
         from_lsn=from_lsn,

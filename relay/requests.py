@@ -23,7 +23,7 @@ from relay.errors import OperatorError, RelayError, SetupError, TransientError
 from relay.event import Batch, Rejected
 from relay.lsn import NOWHERE
 from relay.progress import Progress
-from relay.replay import Pace, reader_of
+from relay.replay_rows import Pace, reader_of
 from relay.sink.subjects import covers, fault
 from relay.source.selection import Place, Selection, replayed
 from relay.source.session import LASTING, Session, connect

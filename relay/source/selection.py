@@ -117,6 +117,7 @@ class SelectedRows:
         self.mapping = mapping
         self._rows = TableRows(mapping, route, None)
         self._parts: dict[str, sql.Composable] = {}
+        self.ids: dict[str, str] = {}  # of those that were asked for, what this table can have
         self._values: dict[str, Any] = {"until": selection.until, "since": selection.since}
         self._where: LiteralString = "true"
         columns = mapping.columns
@@ -138,7 +139,8 @@ class SelectedRows:
         if selection.ids is not None:
             self._where += " AND {id} = ANY(%(ids)s::text[]::{id_type}[])"
             id_type = types[columns[ID]]
-            self._values["ids"] = _own_ids(selection.ids, mapping, prefixed=id_type != "uuid")
+            self.ids = own_ids(selection.ids, mapping, id_type)
+            self._values["ids"] = list(self.ids.values())
             self._parts["id"], self._parts["id_type"] = sql.Identifier(columns[ID]), sql.SQL(id_type)
 
     async def count(self, session: Session, after: int | None) -> int:
@@ -205,12 +207,24 @@ def _text(column: str) -> sql.Composable:
     return sql.SQL("nullif({}::text, '')").format(sql.Identifier(column)) if column else sql.SQL("NULL::text")
 
 
-def _own_ids(ids: Sequence[str], mapping: Mapping, *, prefixed: bool) -> list[str]:
-    """Ids as the table has them: with several tables those that are not UUIDs have its name in front."""
-    if not (mapping.several and prefixed):
-        return list(ids)
-    prefix = f"{mapping.table}:"
-    return [each.removeprefix(prefix) for each in ids if each.startswith(prefix)]
+_INTEGERS = {"smallint": 15, "integer": 31, "bigint": 63}
+
+
+def own_ids(ids: Sequence[str], mapping: Mapping, id_type: str) -> dict[str, str]:
+    """Those that this table can have, as it has them: with several tables those that are no UUIDs bear its name."""
+    prefix = f"{mapping.table}:" if mapping.several and id_type != "uuid" else ""
+    own = {each: each.removeprefix(prefix) for each in ids if each.startswith(prefix)}
+    return {each: value for each, value in own.items() if _fits(value, id_type)}
+
+
+def _fits(value: str, id_type: str) -> bool:
+    """Whether Postgres could read it; of other types it reads any text, or says so itself."""
+    if id_type == "uuid":
+        return re.fullmatch(r"\{?([0-9a-fA-F]{4}-?){7}[0-9a-fA-F]{4}\}?", value) is not None
+    if id_type in _INTEGERS:
+        limit = 1 << _INTEGERS[id_type]
+        return re.fullmatch(r"[+-]?[0-9]{1,20}", value) is not None and -limit <= int(value) < limit
+    return True
 
 
 def replayed(events: Sequence[Event], run: str, topic: str | None, *, key: bytes | None = None) -> list[Event]:

@@ -14,9 +14,10 @@ from relay import bookmark
 from relay.check import check
 from relay.embedded import PostgresServer
 from relay.errors import ConfigError, SetupError
-from relay.replay import Report, Wish, replay
+from relay.replay import Report, replay
 from relay.setup import setup
 from relay.status import status
+from relay.wish import Wish
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database

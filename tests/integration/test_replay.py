@@ -13,7 +13,8 @@ import pytest
 
 from relay import bookmark
 from relay.errors import ConfigError, ContractError, OperatorError, SetupError
-from relay.replay import Report, Wish, replay
+from relay.replay import Report, replay
+from relay.wish import Wish
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
 from tests.fix_postgres import Database
@@ -116,6 +117,55 @@ async def test_a_window_comes_again_with_its_ids_while_the_relay_goes_on(
         await relay.streaming()
         scene.ledger.write(5, seed=4)
         scene.ledger.check(genuine(await scene.ledger.arrived(scene.read, relay)))
+        await relay.stopped()
+
+
+@pytest.mark.parametrize("source", ["stream", "snapshot", "claim"])
+async def test_an_lsn_noted_right_after_the_first_start_can_be_replayed_from(
+    make_scene: Callable[[str], Scene], source: str
+) -> None:
+    scene = make_scene("shared")
+    scene.configure(checkpoint={"history_interval": "1m"})
+    if source != "stream":
+        scene.configure(source={"mode": "poll"}, poll={"strategy": source, "min_interval": "20ms", "interval": "50ms"})
+    await scene.set_up()
+    with RelayProcess(scene.path) as relay:
+        await relay.says("stream.started" if source == "stream" else "poll.started")
+        await eventually(lambda: scene.query("SELECT count(*) > 0 FROM outbox_relay_history")[0], "history begins")
+        (lsn, at) = scene.query("SELECT pg_current_wal_insert_lsn()::text, clock_timestamp()::text")
+        scene.ledger.write(10)
+        await scene.settled(relay)
+        if source != "claim":  # there the table says what is published
+            await scene.covered()
+        for window in ({"from_lsn": lsn}, {"since": at}):
+            report = await ask(scene, **window)
+            assert again(await scene.read(), report.run) == rows(scene.dsn)
+        await relay.stopped()
+
+
+async def test_the_history_keeps_the_point_that_begins_what_is_kept(make_scene: Callable[[str], Scene]) -> None:
+    """Of those that are too old the newest: nothing was published between it and the first that is not."""
+    scene = await make_scene("shared").set_up()
+    scene.configure(checkpoint={"interval": "100ms", "history_interval": "1ms", "history_retention": "1h"})
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        scene.ledger.write(5)
+        await scene.settled(relay)
+        await scene.covered()
+        await relay.stopped()
+    scene.execute("UPDATE outbox_relay_history SET at = at - interval '1 day'")
+    (newest,) = scene.query("SELECT max(at) FROM outbox_relay_history")
+    (lsn, old) = scene.query("SELECT pg_current_wal_insert_lsn()::text, (SELECT max(seq) FROM outbox_events)")
+    with RelayProcess(scene.path) as relay:
+        await relay.streaming()
+        scene.ledger.write(5, seed=2)
+        await scene.settled(relay)
+        await scene.covered()
+        await eventually(
+            lambda: scene.query("SELECT min(at) = %s AND count(*) > 1 FROM outbox_relay_history", newest)[0], "history"
+        )
+        report = await ask(scene, from_lsn=lsn)
+        assert set(rows(scene.dsn, f"seq > {old}")) <= set(again(await scene.read(), report.run))
         await relay.stopped()
 
 

@@ -17,9 +17,9 @@ from relay.metrics import Metrics
 from relay.outbox import mappings
 from relay.pipeline import Pipeline
 from relay.progress import Progress
-from relay.replay import Wish, check_wish
 from relay.sink import UNCOUNTABLE
-from relay.source.selection import Selection, key_expression, replayed
+from relay.source.selection import Selection, key_expression, own_ids, replayed
+from relay.wish import Wish, check_wish
 
 NOON = datetime(2026, 11, 16, 12, tzinfo=UTC)
 
@@ -51,6 +51,31 @@ def test_a_replay_ends_with_a_snapshot_from_behind_the_point(minute: float, foun
     """The row of minute 3 was written then, but its snapshot is that of minute 2."""
     assert end(KNOWN, lsn=LSN(int(minute * 100))).snap == f"snap-{found}"
     assert end(KNOWN, at=NOON + timedelta(minutes=minute)).snap == f"snap-{found}"
+
+
+UUID = "0192f3c4-1111-7000-8000-00000000000a"
+
+
+@pytest.mark.parametrize(
+    ("id_type", "yes", "no"),
+    [
+        ("uuid", [UUID, UUID.replace("-", "").upper(), f"{{{UUID}}}"], ["nope", "12", UUID[:-1], f"{UUID}0"]),
+        ("bigint", ["1", "-7", "9223372036854775807"], ["nope", "1.5", "", "9223372036854775808"]),
+        ("smallint", ["32767"], ["32768"]),
+        ("text", ["nope", "12", UUID, ""], []),
+    ],
+)
+def test_ids_that_a_table_can_have(id_type: str, yes: list[str], no: list[str]) -> None:
+    """The others belong to another table, or to none: Postgres would refuse the whole query."""
+    (mapping,) = mappings([Outbox(table="public.outbox_events")])
+    assert own_ids([*yes, *no], mapping, id_type) == {each: each for each in yes}
+
+
+def test_ids_of_several_tables_bear_their_name_unless_they_are_uuids() -> None:
+    one, other = mappings([Outbox(table="public.a"), Outbox(table="public.b")])
+    asked = ["public.a:1", "public.b:1", "public.b:x", UUID]
+    assert own_ids(asked, one, "bigint") == {"public.a:1": "1"}
+    assert own_ids(asked, other, "uuid") == {UUID: UUID}
 
 
 def test_times() -> None:
