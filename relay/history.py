@@ -65,9 +65,10 @@ async def known_points(session: Session, relay: str) -> Known:
 
 
 def _point(at: datetime, lsn: str, snap: str, snap_lsn: str | None, wal_lsn: str | None) -> Point:
-    return Point(
-        at, LSN.parse(lsn), snap, LSN.parse(snap_lsn) if snap_lsn else None, LSN.parse(wal_lsn) if wal_lsn else None
-    )
+    taken = LSN.parse(snap_lsn) if snap_lsn else None
+    # While polling, the checkpoint's LSN stands still, and its snapshot does not.
+    reached = max(LSN.parse(lsn), taken) if taken is not None else LSN.parse(lsn)
+    return Point(at, reached, snap, taken, LSN.parse(wal_lsn) if wal_lsn else None)
 
 
 def start(known: Known, *, lsn: LSN | None = None, at: datetime | None = None) -> Point:

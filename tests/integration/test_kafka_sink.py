@@ -174,7 +174,8 @@ async def test_a_topic_that_is_deleted_meanwhile(
     notice = {"topic.metadata.propagation.max.ms": 100, "topic.metadata.refresh.interval.ms": 200}
     sink = await open_sink(notice, create_topics=may_create)
     assert await sink.publish(batch_of([make_event(1, topic=prefix)])) == []
-    AdminClient({"bootstrap.servers": kafka.bootstrap}).delete_topics([prefix])[prefix].result(60)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    admin.delete_topics([prefix])[prefix].result(60)
     later = [batch_of([make_event(seq, topic=prefix, key=b"k")]) for seq in range(2, 20)]
     if may_create:
         assert [item async for found in publish_as_pipeline(sink, later) for item in found] == []
