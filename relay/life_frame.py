@@ -85,6 +85,7 @@ class Frame:
     async def _prove(self) -> None:
         """Before the sink is opened again: see that nobody took over meanwhile. At first we have just claimed it."""
         if self.opened_before:
+            self._begun |= self.pipeline.marks.keys()  # met meanwhile: their marks are no beginnings any more
             try:
                 async with self._clerk() as store:
                     await store.prove()

@@ -86,6 +86,7 @@ class Pipeline:
         self._emptied.set()
         self._room.set()
         self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
+        self._opened_before = False
         self.covered: dict[str, int] = {}  # the same, by what is before the acknowledged LSN: whole transactions
         self._last_commit = 0  # commit LSN of the last acknowledged event
         self.origin = ""
@@ -327,16 +328,17 @@ class Pipeline:
         self._settled = False
         if self._opening is not None:
             await self._opening()
+        met = self.marks.keys() - {UNCOUNTABLE, ROUTING} if self._opened_before else frozenset()
         self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
         await self._sink.open()
         marks = self._sink.marks
         self.marks, self._uncountable = {}, 0
         self._note_marks({**marks, ROUTING: self.routing} if marks else {})
         said = {name: mark for name, mark in self.covered.items() if name not in (UNCOUNTABLE, ROUTING)}
-        if any(said.get(name, mark) != mark for name, mark in self.marks.items()):
-            self.covered = {name: said.get(name, mark) for name, mark in self.marks.items()}
-        else:
-            self.covered = self.marks
+        # What was first met within the transaction under way is not covered: the sink knows where it begins.
+        covered = {n: said.get(n, mark) for n, mark in self.marks.items() if n in said or n not in met}
+        self.covered = self.marks if covered == self.marks else covered
+        self._opened_before = True
         if self._opened is not None:
             await self._opened()
         self.same_order = True  # opened again, it is given the same batches again

@@ -16,7 +16,7 @@ class Marks:
 
     def __init__(self, known: Mapping[str, int]) -> None:
         self.known = dict(known)  # after the opening: with the beginning of what is seen for the first time
-        self.begins: dict[str, int] = {}  # where destinations begin that this session saw first
+        self.begins: dict[str, int] = {}  # where destinations begin, of those that were new to a session
         self.held: Held = {}  # what was stored when we opened, and did not come again yet
         self.duplicates = 0
         self._reached: dict[str, int] = {}  # marks for the pipeline, when the transaction is committed

@@ -55,6 +55,8 @@ class Opening:
         topic = section.position_topic
         end = kafka_topics.ends(self._options, [(topic, 0)], section.connect_timeout)[destination(topic, 0)]
         record = read_position(self._reader, topic, end, self._origin, self._patiently(marks))
+        # Kept in later records: a checkpoint's `readback`, which a recovery asks for, is older than its marks.
+        marks.begins |= record.get("begins", {})
         begins = {name: offset for name, offset in record.get("begins", {}).items() if name not in marks.known}
         wanted = {*section.topics, *(parsed(name)[0] for name in (*marks.known, *begins))}
         gone = sorted(wanted - admission.topics.keys())

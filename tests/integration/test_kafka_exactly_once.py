@@ -19,6 +19,7 @@ from relay import config
 from relay.embedded import KafkaServer
 from relay.errors import SetupError, SinkUnavailable
 from relay.event import Event
+from relay.sink import kafka_topics
 from relay.sink.kafka_exactly_once import ExactlyOnceKafkaSink
 from relay.sink.kafka_topics import setting
 from tests.fix_kafka import Kafka
@@ -74,6 +75,11 @@ async def open_sink(kafka: Kafka, prefix: str) -> AsyncIterator[OpenSink]:
 
 async def committed(kafka: Kafka, topic: str) -> list[Stored]:
     return await asyncio.to_thread(read_kafka, kafka.bootstrap, topic)
+
+
+def ends_of(kafka: Kafka, topic: str) -> dict[str, int]:
+    options = {"bootstrap.servers": kafka.bootstrap}
+    return kafka_topics.ends(options, [(topic, number) for number in range(4)], 60)
 
 
 async def positions(kafka: Kafka, prefix: str) -> list[dict[str, Any]]:
@@ -160,6 +166,27 @@ async def test_topics_seen_first_in_publish_are_found_after_a_crash(
     for topic in topics:
         ids = [item.id for item in await committed(kafka, topic)]
         assert len(ids) == len(set(ids))
+
+
+@pytest.mark.guarantee("G4")
+async def test_where_a_topic_begins_is_remembered_by_later_sessions(
+    kafka: Kafka, open_sink: OpenSink, prefix: str
+) -> None:
+    """The checkpoint knew the topic; what a recovery looks behind is older, and does not."""
+    new, other = f"{prefix}-new", f"{prefix}-other"
+    position = {"relay-position": b"tests:1:x"}
+    events = [make_event(seq, topic=new, headers=position) for seq in range(20)]
+    first = await open_sink(topics=(other,))
+    before = dict(first.marks)
+    for each in batches_of(events, 10):
+        await first.publish(each)
+    known = await asyncio.to_thread(ends_of, kafka, new)
+    second = await open_sink(before | known, topics=(other,))
+    await second.publish(batch_of([make_event(100, topic=other, headers=position)]))
+    third = await open_sink(before, topics=(other,))
+    assert await publish_overlapping(third, batches_of(events, 10)) == []
+    assert third.duplicates == 20
+    assert sorted(item.seq for item in await committed(kafka, new)) == list(range(20))
 
 
 async def test_partitions_that_were_added(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:

@@ -75,6 +75,22 @@ async def failure_of(pipeline: Pipeline, source: ListSource) -> RelayError:
     return decisive(caught.value)
 
 
+@pytest.mark.guarantee("G4")
+async def test_a_destination_met_within_a_transaction_is_not_covered_by_opening_again() -> None:
+    """Its mark is ahead of the LSN: saved as if it were covered, a crash would look for stored events behind it."""
+    sink = FaultySink()
+    pipeline, _ = make(sink)
+    sink.marks = {"known": 10}
+    await pipeline.open()
+    assert pipeline.covered["known"] == 10
+    pipeline.marks = pipeline.marks | {"known": 15, "new": 7}  # acknowledged: parts of a transaction
+    sink.marks = {"known": 15, "new": 7, "just made": 3}
+    await pipeline.open()
+    covered = {name: mark for name, mark in pipeline.covered.items() if name in sink.marks}
+    assert covered == {"known": 10, "just made": 3}
+    assert pipeline.marks["new"] == 7
+
+
 # ------------------------------------------------------------------------------------------------------- any history
 
 ACTS = st.lists(
