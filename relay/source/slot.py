@@ -55,6 +55,7 @@ class SlotInfo:
     invalidation_reason: str | None = None  # 17 and later; on 16 "conflicting"
     failover: bool = False  # 17 and later
     synced: bool = False  # 17 and later
+    two_phase: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,7 @@ async def slot_info(session: Session, name: str) -> SlotInfo | None:
         invalidation_reason=row.get("invalidation_reason") or ("conflicting" if row.get("conflicting") else None),
         failover=bool(row.get("failover")),
         synced=bool(row.get("synced")),
+        two_phase=bool(row.get("two_phase")),
     )
 
 
@@ -266,7 +268,8 @@ async def table_info(session: Session, table: str) -> TableInfo | None:
     columns = await fetch(
         session,
         """
-        SELECT a.attname, format_type(a.atttypid, NULL), a.attnotnull, a.attidentity <> '',
+        SELECT a.attname, format_type(a.atttypid, -1), -- without a length: `character` alone would be one character
+               a.attnotnull, a.attidentity <> '',
                pg_get_expr(d.adbin, d.adrelid),
                EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indisvalid
                          AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum),
@@ -331,6 +334,11 @@ def slot_fault(
         return SetupError(f"the slot {slot.name} belongs to database {slot.database}, not to {database}", hint=drop)
     if slot.plugin != plugin:
         return SetupError(f"the slot {slot.name} uses plugin {slot.plugin}, not {plugin}", hint=drop)
+    if slot.two_phase:
+        return SetupError(
+            f"the slot {slot.name} was made with two_phase: it shows transactions that may still be rolled back",
+            hint=drop,
+        )
     if slot.wal_status == "lost" or slot.invalidation_reason:
         reason = slot.invalidation_reason or "its WAL was removed"
         return SlotLost(f"the slot {slot.name} was invalidated: {reason}", hint=_RECOVER)

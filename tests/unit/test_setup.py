@@ -57,6 +57,7 @@ def test_the_script_is_one_transaction() -> None:
         (replace(GOOD, plugin="wal2json"), SetupError, "wal2json"),
         (replace(GOOD, database="other"), SetupError, "other"),
         (replace(GOOD, slot_type="physical", plugin=None, database=None), SetupError, "physical"),
+        (replace(GOOD, two_phase=True), SetupError, "two_phase"),
         (replace(GOOD, active=True, active_pid=7), SlotBusy, "process 7"),
         # In use, it moves on with its owner's checkpoint, of which we know an old state.
         (replace(GOOD, active=True, confirmed_flush_lsn=LSN(201)), SlotBusy, "in use"),
