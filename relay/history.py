@@ -27,13 +27,18 @@ class Point(NamedTuple):
     snap_lsn: LSN | None = None  # where the WAL ended when the snapshot was taken
     wal_lsn: LSN | None = None  # … and when the row was written
 
+    @property
+    def behind(self) -> LSN:
+        """Behind everything that the snapshot sees. While polling, the checkpoint's LSN stands still."""
+        return self.lsn if self.snap_lsn is None else max(self.lsn, self.snap_lsn)
+
 
 class Known(NamedTuple):
     """The points of one relay, oldest first; the last one is the checkpoint."""
 
     history: Sequence[Point]
     now: Point
-    claimed: bool = False  # then `now` sees everything, published or not: it only ends a window
+    claimed: str | None = None  # the snapshot that claiming began with; `now` sees everything, published or not
 
 
 async def known_points(session: Session, relay: str) -> Known:
@@ -44,7 +49,8 @@ async def known_points(session: Session, relay: str) -> Known:
         "SELECT CASE WHEN claimed THEN now() ELSE updated_at END,"
         " CASE WHEN claimed THEN pg_current_wal_insert_lsn() ELSE lsn END::text,"
         " CASE WHEN claimed THEN pg_current_snapshot() ELSE snap END::text,"
-        " CASE WHEN claimed THEN pg_current_wal_insert_lsn() ELSE snap_lsn END::text, NULL, claimed"
+        " CASE WHEN claimed THEN pg_current_wal_insert_lsn() ELSE snap_lsn END::text, NULL,"
+        " CASE WHEN claimed THEN snap END::text"
         " FROM public.outbox_relay_checkpoint, LATERAL (SELECT phase = 'claim' AS claimed) c"
         " WHERE relay = %s AND phase <> 'new'",
         relay,
@@ -65,23 +71,22 @@ async def known_points(session: Session, relay: str) -> Known:
 
 
 def _point(at: datetime, lsn: str, snap: str, snap_lsn: str | None, wal_lsn: str | None) -> Point:
-    taken = LSN.parse(snap_lsn) if snap_lsn else None
-    # While polling, the checkpoint's LSN stands still, and its snapshot does not.
-    reached = max(LSN.parse(lsn), taken) if taken is not None else LSN.parse(lsn)
-    return Point(at, reached, snap, taken, LSN.parse(wal_lsn) if wal_lsn else None)
+    return Point(
+        at, LSN.parse(lsn), snap, LSN.parse(snap_lsn) if snap_lsn else None, LSN.parse(wal_lsn) if wal_lsn else None
+    )
 
 
 def start(known: Known, *, lsn: LSN | None = None, at: datetime | None = None) -> Point:
     """The last point at or before; raises SetupError when history does not reach back that far."""
     points = [*known.history, known.now]
     for point in reversed(points):
-        if (lsn is not None and point.lsn <= lsn) or (at is not None and point.at <= at):
+        if (lsn is not None and point.behind <= lsn) or (at is not None and point.at <= at):
             return point
     oldest = points[0]
     raise SetupError(
         f"the history does not reach back to {lsn if lsn is not None else shown(at)}; "
-        f"the earliest point is {oldest.lsn} ({shown(oldest.at)})",
-        hint=f"replay from there (--from-lsn {oldest.lsn}), or by --seq what the table still holds; how long the "
+        f"the earliest point is {oldest.behind} ({shown(oldest.at)})",
+        hint=f"replay from there (--from-lsn {oldest.behind}), or by --seq what the table still holds; how long the "
         "history is kept says checkpoint.history_retention",
     )
 

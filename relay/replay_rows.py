@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from relay.adopt import condition
+from relay.adopt import either
 from relay.config import Config
 from relay.errors import ConfigError, ContractError
 from relay.outbox import Binding, ClaimColumns, mappings
@@ -57,7 +57,8 @@ class Reader:
             routing = config.outbox[mapping.ordinal].routing or config.routing
             open_ = None
             if selection.claimed:  # the table says what is unpublished, the snapshot does not
-                open_ = condition(ClaimColumns.of(config.outbox[mapping.ordinal], types).unpublished)
+                columns = ClaimColumns.of(config.outbox[mapping.ordinal], types)
+                open_ = either(columns.unpublished, columns.failed)
             tables.append(SelectedRows(present, types, route, routing, selection, open_))
         if strange := sorted(set(selection.ids or ()).difference(*(table.ids for table in tables))):
             raise ConfigError(

@@ -6,6 +6,7 @@ that was asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -58,10 +59,23 @@ def check_wish(wish: Wish) -> None:
     for name, value in (("--seq", wish.seq), ("--to-seq", wish.to_seq)):
         if value is not None and not -(2**63) <= value < 2**63:
             faults.append(f"{name} is beyond what a bigint can be")
+    now = datetime.now(UTC)
+    for text in (wish.from_lsn, wish.to_lsn):
+        faults += _unreadable(parse_lsn, text) if text is not None else []
+    for text in (wish.since, wish.until):
+        faults += _unreadable(lambda at: parse_time(at, now), text) if text is not None else []
     if wish.rate is not None and not wish.rate > 0:
         faults.append("--rate must be more than 0")
     if faults:
         raise ConfigError(faults, hint="docs/replay.md has examples")
+
+
+def _unreadable(parse: Callable[[str], object], text: str) -> list[str]:
+    try:
+        parse(text)
+    except ConfigError as exc:
+        return exc.faults
+    return []
 
 
 async def resolve(session: Session, config: Config, wish: Wish) -> Selection:

@@ -70,13 +70,13 @@ class Selection:
     topic: str | None = None  # publish there instead
     rate: float | None = None  # events per second, at most
     wal: Window | None = None  # exactly, from the WAL instead of the table
-    claimed: bool = False  # rows are claimed: those that the table calls unpublished are not part of it
+    claimed: str | None = None  # rows are claimed since this snapshot: of later ones, the table says what is published
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Selection:
         ids = tuple(saved["ids"]) if saved.get("ids") is not None else None
         wal = Window.of(saved["wal"]) if saved.get("wal") else None
-        return cls(**{**saved, "ids": ids, "wal": wal})
+        return cls(**{**saved, "ids": ids, "wal": wal, "claimed": saved.get("claimed") or None})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,7 +113,7 @@ class SelectedRows:
         selection: Selection,
         unpublished: sql.Composable | None = None,
     ) -> None:
-        """`unpublished`: a condition; such rows are left out."""
+        """`unpublished`: a condition; such rows are left out, unless they were published before claiming began."""
         self.mapping = mapping
         self._rows = TableRows(mapping, route, None)
         self._parts: dict[str, sql.Composable] = {}
@@ -122,7 +122,11 @@ class SelectedRows:
         self._where: LiteralString = "true"
         columns = mapping.columns
         if unpublished is not None:
-            self._where += " AND ({unpublished}) IS NOT TRUE"
+            self._where += " AND (({unpublished}) IS NOT TRUE"
+            if mapping.recoverable:  # a stream, or rounds, published these without a mark in the table
+                self._where += " OR pg_visible_in_snapshot({xid}, %(claimed)s::pg_snapshot)"
+                self._values["claimed"] = selection.claimed
+            self._where += ")"
             self._parts["unpublished"] = unpublished
         if mapping.recoverable:
             self._where += _SEEN

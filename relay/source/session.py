@@ -121,6 +121,8 @@ def translate(exc: psycopg.Error) -> RelayError:
         )
     if state == "42704" and "publication" in text:
         return publication_missing(text)
+    if state == "42P01" and "outbox_relay_" in text:
+        return SetupError(f"this database has no tables of the relay: {text}", hint="make them: `relay setup`")
     if state == "42703":
         return ContractError(text, hint="name the right columns under [outbox.columns]")
     if state == "55000" and "wal_level" in text:

@@ -161,6 +161,48 @@ async def test_switching_between_strategies_and_to_the_stream_republishes_nothin
     assert total == len(scene.ledger.journal)
 
 
+async def test_what_a_stream_published_before_claiming_is_part_of_a_replay(scene: Scene) -> None:
+    """The table calls it unpublished: the stream marks nothing."""
+    config = config_of(scene.sections)
+    for seed, mode in enumerate(("auto", "poll"), start=1):
+        scene.configure(source={"mode": mode})
+        with RelayProcess(scene.path) as relay:
+            await relay.says("stream.started" if mode == "auto" else "poll.started")
+            if mode == "auto":
+                await bookmark.add(config, "before")
+            scene.ledger.write(10, seed=seed)
+            await scene.settled(relay)
+            if mode == "auto":
+                await scene.covered()
+            else:
+                await eventually(lambda: unmarked_since(scene) == 0, "all are marked")
+                scene.execute("INSERT INTO outbox_events (aggregate_id, topic, headers) VALUES ('k', 'x', '[1]')")
+                report = await replay(config, Wish(bookmark="before"), lambda _published, _total: None, dry_run=True)
+                assert report.total == len(scene.ledger.journal)
+            await relay.stopped()
+
+
+async def test_ids_of_a_fixed_length_are_marked(scene: Scene) -> None:
+    """`character` without a length is one character long."""
+    scene.execute("ALTER TABLE outbox_events ALTER id DROP DEFAULT, ALTER id TYPE char(40) USING id::text")
+    scene.execute("ALTER TABLE outbox_events ALTER id SET DEFAULT gen_random_uuid()::text")
+    with RelayProcess(scene.path) as relay:
+        await relay.says("poll.started")
+        scene.execute(
+            "INSERT INTO outbox_events (aggregate_id, topic) SELECT g, %s FROM generate_series(1, 3) g",
+            f"{scene.name}.x",
+        )
+        await relay.has_published(3)
+        await eventually(lambda: unmarked_since(scene) == 0, "all are marked", context=lambda: relay.output)
+        (event,) = scene.query("SELECT id FROM outbox_events LIMIT 1")
+        report = await replay(
+            config_of(scene.sections), Wish(ids=(event.strip(),)), lambda _published, _total: None, dry_run=True
+        )
+        assert report.total == 1
+        assert relay.counter("published_events") == 3
+        await relay.stopped()
+
+
 def unmarked_since(scene: Scene) -> int:
     return int(
         scene.query(
