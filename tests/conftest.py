@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 
 import pytest
 
@@ -17,6 +18,10 @@ pytest_plugins = ["tests.fix_postgres", "tests.fix_nats", "tests.fix_kafka", "te
 for _name in list(os.environ):
     if _name.startswith(("RELAY_", "PG")) and not _name.startswith("RELAY_TEST_"):
         del os.environ[_name]
+
+# Who runs the tests in the background of a script ignores Ctrl-C, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers that draw ports at the same time never draw the same one.
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
