@@ -59,7 +59,7 @@ def condition(values: Mapping[str, bool | str]) -> sql.Composable:
     return sql.SQL(" AND ").join(parts)
 
 
-def either(unpublished: Mapping[str, bool | str], failed: Mapping[str, bool | str]) -> sql.Composable:
+def never_published(unpublished: Mapping[str, bool | str], failed: Mapping[str, bool | str]) -> sql.Composable:
     """Rows that nobody published: still open, or left for good. What a row is set to by then, as a predicate."""
     left = {column: value for column, value in failed.items() if value not in ("now()", "{error}")}
     parts = [condition(values) for values in (unpublished, left) if values]

@@ -213,7 +213,7 @@ class CheckpointStore:
                 f" pg_current_wal_insert_lsn() WHERE {condition}",
                 {
                     "relay": self._relay,
-                    "lsn": str(max(lsn, sample.lsn)),  # behind everything that the snapshot sees
+                    "lsn": str(lsn),
                     "snap": str(sample.snapshot),
                     "snap_lsn": str(sample.lsn),
                 },

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from relay.adopt import either
+from relay.adopt import never_published
 from relay.config import Config
 from relay.errors import ConfigError, ContractError
 from relay.outbox import Binding, ClaimColumns, mappings
@@ -58,7 +58,7 @@ class Reader:
             open_ = None
             if selection.claimed:  # the table says what is unpublished, the snapshot does not
                 columns = ClaimColumns.of(config.outbox[mapping.ordinal], types)
-                open_ = either(columns.unpublished, columns.failed)
+                open_ = never_published(columns.unpublished, columns.failed)
             tables.append(SelectedRows(present, types, route, routing, selection, open_))
         if strange := sorted(set(selection.ids or ()).difference(*(table.ids for table in tables))):
             raise ConfigError(
