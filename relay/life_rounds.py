@@ -6,6 +6,7 @@ round is never closed before all of it is: what a round is, and why it loses not
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -84,11 +85,14 @@ async def rounds(
     # Rounds are saved here: the lock's session waits for notifications.
     options = f"{LASTING} -c synchronous_commit=on"
     async with await connect(frame.config.database, f"{frame.config.relay.name} poll", options=options) as reading:
+        ours = _Rounds(
+            store.on(reading), pipeline, phase, frame.write_back, frame.config.checkpoint, complete=not single
+        )
         source = PollSource(
             reading,
             [mapping for mapping in frame.tables.mappings if mapping.recoverable],
             frame.tables.route,
-            _Rounds(store.on(reading), pipeline, phase, frame.write_back, frame.config.checkpoint, complete=not single),
+            ours,
             frame.progress,
             since=since,
             resumed=resumed,
@@ -103,12 +107,13 @@ async def rounds(
 
         async def note_place() -> None:
             nonlocal noted
-            reached = source.reached(pipeline.acknowledged)
-            if reached is not None and source.persisted and reached != noted:
-                noted = reached
-                await store.save_round(phase, reached.to_json())
-            else:
-                frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
+            async with ours.saving:
+                reached = source.reached(pipeline.acknowledged)
+                if reached is not None and source.persisted and reached != noted:
+                    noted = reached
+                    await store.save_round(phase, reached.to_json())
+                    return
+            frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
 
         async def begin_history() -> None:
             await source.caught_up.wait()
@@ -152,6 +157,8 @@ class _Rounds:
         self._write_back = write_back
         self._history = history
         self._remembered_at = time.monotonic()
+        # Two sessions write: a place that is saved behind its round's end would open the round again.
+        self.saving = asyncio.Lock()
 
     async def begin(self, gap: Gap) -> None:
         await self._store.save_round(self._phase, gap.to_json())
@@ -162,10 +169,11 @@ class _Rounds:
     async def done(self, gap: Gap) -> None:
         if self._write_back is not None:
             await self._write_back.caught_up()
-        await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)
-        if self._complete:
-            now = time.monotonic()
-            if now - self._remembered_at >= self._history.history_interval:
-                self._remembered_at = now
-                await self._store.remember(gap.sample.lsn, gap.sample, self._history.history_retention)
-            self._pipeline.settle()  # everything that was committed when the round began has been shown
+        async with self.saving:  # to the end: when it is let go, the source is between rounds
+            await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)
+            if self._complete:
+                now = time.monotonic()
+                if now - self._remembered_at >= self._history.history_interval:
+                    self._remembered_at = now
+                    await self._store.remember(gap.sample.lsn, gap.sample, self._history.history_retention)
+                self._pipeline.settle()  # everything that was committed when the round began has been shown

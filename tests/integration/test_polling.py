@@ -192,6 +192,27 @@ async def test_switching_between_stream_and_poll_republishes_nothing(scene: Scen
     assert published == len(scene.ledger.journal)
 
 
+@pytest.mark.guarantee("G4")
+async def test_a_place_is_never_saved_behind_the_end_of_its_round(scene: Scene) -> None:
+    """Places and ends of rounds are saved on two sessions: the slower one must not open the round again."""
+    scene.configure(checkpoint={"interval": "100ms"})
+    scene.execute("""
+        CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN PERFORM pg_sleep(0.5); RETURN new; END $$;
+        CREATE TRIGGER linger BEFORE UPDATE ON outbox_relay_checkpoint FOR EACH ROW
+            WHEN (old.recovery IS NOT NULL AND new.recovery IS NULL) EXECUTE FUNCTION linger()
+    """)
+    with RelayProcess(scene.path) as relay:
+        await relay.says("poll.started")
+        for seed in range(3):
+            scene.ledger.write(20, seed=seed)
+            await scene.settled(relay)
+            await scene.covered()
+            assert scene.query("SELECT recovery FROM outbox_relay_checkpoint") == (None,)
+        await relay.stopped()
+    assert scene.query("SELECT recovery FROM outbox_relay_checkpoint") == (None,)
+
+
 async def test_from_now_leaves_the_table_alone(scene: Scene) -> None:
     scene.ledger.write(10)
     scene.ledger.journal.clear()
