@@ -21,7 +21,8 @@ help: ## print this list
 demo: $(READY) ## Postgres, NATS and a small shop on this machine: watch events arrive
 	@$(BIN)/relay demo $(ARGS)
 
-test: lint services ## lint, then all tests on real servers, with short chaos and bench runs
+test: $(READY) ## lint, then all tests on real servers, with short chaos and bench runs
+	@$(MAKE) --no-print-directory -j2 lint services
 	@$(BIN)/pytest -m "not chaos and not bench" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-docker: $(READY) ## build the images, run the stack, break it; starts a Docker engine where none answers (root)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,11 @@ for _name in list(os.environ):
 # Who runs the tests in the background of a script ignores Ctrl-C, and processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Servers' data in memory, where there is plenty: hundreds of databases come and go, which is slow work for a disk.
+if "TMPDIR" not in os.environ and Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path outlives the tests: not there
+    os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
 
 # Workers that draw ports at the same time never draw the same one.
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, LiteralString
 from urllib.parse import urlsplit, urlunsplit
 
@@ -35,12 +36,42 @@ class Postgres:
         return urlunsplit(parts._replace(netloc=address, path=f"/{dbname}"))
 
 
+class KeptSession:
+    """One session for many questions, in autocommit mode: a test that waits asks often, and connecting is dear."""
+
+    def __init__(self) -> None:
+        self._dsn = ""
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    def at(self, dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
+        """The session; another one when the server has ended it, or is another."""
+        if self._connection is None or self._dsn != dsn or _ended(self._connection):
+            self.close()
+            self._dsn, self._connection = dsn, psycopg.connect(dsn, autocommit=True)
+        return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    __del__ = close
+
+
+def _ended(connection: psycopg.Connection[tuple[Any, ...]]) -> bool:
+    """Between two questions a server says nothing, but when it ends the session."""
+    if connection.closed:
+        return True
+    readable, _, _ = select.select([connection.fileno()], [], [], 0)
+    return bool(readable)
+
+
 @dataclass(frozen=True, slots=True)
 class Database:
     """A fresh database on a shared server; gone after the test, together with its slots."""
 
     server: Postgres
     name: str
+    session: KeptSession = field(default_factory=KeptSession)
 
     @property
     def dsn(self) -> str:
@@ -55,12 +86,10 @@ class Database:
 
     def execute(self, statement: str) -> None:
         """Run one or more statements."""
-        with self.connect() as connection:
-            connection.execute(statement.encode())
+        self.session.at(self.dsn).execute(statement.encode())
 
     def query(self, statement: LiteralString, *values: object) -> list[tuple[Any, ...]]:
-        with self.connect() as connection:
-            return connection.execute(statement, values).fetchall()
+        return self.session.at(self.dsn).execute(statement, values).fetchall()
 
 
 def _answers(address: str) -> bool:
@@ -94,6 +123,7 @@ def _database(server: Postgres) -> Iterator[Database]:
     try:
         yield database
     finally:
+        database.session.close()
         with psycopg.connect(server.dsn(), autocommit=True) as admin:
             _drop(admin, database.name)
 

@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psycopg
-
 from relay.embedded import PostgresServer
+from tests.fix_postgres import KeptSession
 from tests.ledger import Ledger
 from tests.relays import RelayProcess, eventually, jetstream, prepare, settings, write_config
 from tests.sinks import Stored, read_jetstream
@@ -24,6 +23,7 @@ class Scene:
         self.sections = settings(dsn, jetstream(url, name), source=source, **sections)
         self.path = folder / "relay.toml"
         self.ledger: Ledger
+        self._session = KeptSession()
 
     async def set_up(self) -> Scene:
         self.path = await prepare(self.folder, self.sections)
@@ -62,24 +62,20 @@ class Scene:
         )
 
     def query(self, statement: str, *values: object) -> tuple[Any, ...]:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            row = connection.execute(statement.encode(), values).fetchone()
+        row = self._session.at(self.dsn).execute(statement.encode(), values).fetchone()
         assert row is not None
         return row
 
     def execute(self, statement: str, *values: object) -> None:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            connection.execute(statement.encode(), values or None)
+        self._session.at(self.dsn).execute(statement.encode(), values or None)
 
     def drop_slot(self) -> None:
         self.query("SELECT pg_drop_replication_slot(%s)", self.name)
 
     @property
     def slot(self) -> dict[str, Any] | None:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            row = connection.execute(
-                "SELECT to_jsonb(s) FROM pg_replication_slots s WHERE slot_name = %s", (self.name,)
-            ).fetchone()
+        statement = "SELECT to_jsonb(s) FROM pg_replication_slots s WHERE slot_name = %s"
+        row = self._session.at(self.dsn).execute(statement, (self.name,)).fetchone()
         return None if row is None else row[0]
 
 
