@@ -62,6 +62,7 @@ async def recover(
     await frame.store.save(started[-1], source.since, marks=marks, readback=marks)
     memory.gave_up = False
     progress.last_error = progress.last_hint = ""
+    progress.unstreamed(None)
     log.info("recovery.done", events=progress.recovered_events - before, lsn=started[-1])
     return replace(
         checkpoint,
@@ -99,7 +100,7 @@ async def _get_ready(frame: Frame, memory: Memory, source: PollSource, started: 
         except (SetupError, AuthError, SlotLost) as exc:
             if first or config.source.mode != "auto":
                 raise
-            progress.last_error, progress.last_hint = str(exc), exc.hint
+            progress.unstreamed(exc)
             frame.metrics.failed(exc)
             log.error("stream.unavailable", error=exc, retry_seconds=config.source.retry)  # noqa: TRY400  no traceback
             await asyncio.sleep(config.source.retry)
@@ -114,7 +115,7 @@ async def _distrust(frame: Frame, source: PollSource) -> None:
         hint="find out what hides rows from the stream: `relay check`; a trigger or a producer that sets the xid "
         'column itself; until then source.mode = "poll" is quieter',
     )
-    frame.progress.last_error, frame.progress.last_hint = str(error), error.hint
+    frame.progress.unstreamed(error)
     log.error("stream.distrusted", error=error, retry_seconds=frame.config.source.distrust)
     await source.caught_up.wait()
     frame.progress.enter("polling")

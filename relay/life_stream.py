@@ -95,6 +95,7 @@ async def _stream_from(
     progress.received_lsn = progress.acknowledged_lsn = progress.confirmed_lsn = checkpoint.lsn
     progress.last_heard = time.monotonic()
     progress.last_error = progress.last_hint = ""
+    progress.unstreamed(None)
     progress.enter("streaming")
     log.info("stream.started", slot=config.source.slot, lsn=checkpoint.lsn, epoch=checkpoint.epoch)
     await checkpointer.begin()

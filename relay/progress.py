@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from relay.errors import RelayError
 from relay.lsn import LSN, NOWHERE
 
 State = Literal["connecting", "standby", "streaming", "polling", "recovering", "parked", "draining", "stopped"]
@@ -51,8 +52,14 @@ class Progress:
     oldest_commit_at: float | None = None  # its first event's commit (Unix time)
     sink_down_since: float | None = field(default_factory=time.monotonic)  # None: the sink is open
     last_heard: float = field(default_factory=time.monotonic)  # when Postgres last sent anything
-    last_error: str = ""
+    last_error: str = ""  # until something is published again
     last_hint: str = ""
+    stream_error: str = ""  # why the table is polled although it should be streamed; until it is streamed
+    stream_hint: str = ""
+
+    def unstreamed(self, error: RelayError | None) -> None:
+        """It cannot stream because of the error; None: it can."""
+        self.stream_error, self.stream_hint = (str(error), error.hint) if error else ("", "")
 
     def enter(self, state: State) -> bool:
         """Change the state; False if it is the same."""

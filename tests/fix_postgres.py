@@ -85,8 +85,9 @@ class Database:
         return psycopg.connect(self.dsn, autocommit=True)
 
     def execute(self, statement: str) -> None:
-        """Run one or more statements."""
-        self.session.at(self.dsn).execute(statement.encode())
+        """Run one or more statements, in a session of their own: they may change its settings."""
+        with self.connect() as connection:
+            connection.execute(statement.encode())
 
     def query(self, statement: LiteralString, *values: object) -> list[tuple[Any, ...]]:
         return self.session.at(self.dsn).execute(statement, values).fetchall()

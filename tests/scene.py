@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from relay.embedded import PostgresServer
 from tests.fix_postgres import KeptSession
 from tests.ledger import Ledger
@@ -67,7 +69,8 @@ class Scene:
         return row
 
     def execute(self, statement: str, *values: object) -> None:
-        self._session.at(self.dsn).execute(statement.encode(), values or None)
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(statement.encode(), values or None)
 
     def drop_slot(self) -> None:
         self.query("SELECT pg_drop_replication_slot(%s)", self.name)

@@ -72,8 +72,8 @@ def status(metrics: Metrics, stalled_after: float, *, now: float, clock: float) 
             "retained_bytes": gauges.slot_retained_bytes,
         },
         "counters": {name: getattr(progress, name) for name in _COUNTERS},
-        "last_error": progress.last_error,
-        "hint": progress.last_hint,
+        "last_error": progress.last_error or progress.stream_error,
+        "hint": progress.last_hint if progress.last_error else progress.stream_hint,
     }
 
 

@@ -70,16 +70,20 @@ class Admission:
                 raise SinkUnavailable(f"Kafka created {', '.join(missing)} but does not list it yet")
             self.refresh()
 
-    def admit(self, topics: Iterable[str]) -> None:
-        """Make sure that topics exist: librdkafka would wait 30 s for a missing one, and then lose the event."""
+    def admit(self, topics: Iterable[str]) -> list[str]:
+        """Make sure that topics exist: librdkafka would wait 30 s for a missing one, and then lose the event.
+
+        Returns those that it made.
+        """
         section = self._section
         if missing := sorted(set(topics) - self.topics.keys()):
             self.refresh()
         missing = [topic for topic in missing if topic not in self.topics]
         if missing and not section.create_topics:
             raise topic_missing(missing)
+        made: list[str] = []
         if missing:
-            kafka_topics.create_topics(
+            made = kafka_topics.create_topics(
                 self._options,
                 missing,
                 partitions=section.partitions,
@@ -87,10 +91,12 @@ class Admission:
                 timeout=section.connect_timeout,
             )
             self._listed(missing)
+        return made
 
     def welcome(self, topic: str, marks: Marks) -> None:
         """A topic that this session did not know: note where it begins, before the first event goes there."""
-        self.admit([topic])
-        unknown = [(topic, number) for number in range(self.topics[topic])]
-        unknown = [spot for spot in unknown if destination(*spot) not in marks.known]
+        made = self.admit([topic])
+        spots = [(topic, number) for number in range(self.topics[topic])]
+        # What we made ourselves has nothing of what a topic of this name once had: marks of that one hold no more.
+        unknown = [spot for spot in spots if made or destination(*spot) not in marks.known]
         marks.first_seen(kafka_topics.ends(self._options, unknown, self._section.connect_timeout))

@@ -46,22 +46,25 @@ def create_topics(
     replication_factor: int,
     timeout: float,
     settings: Mapping[str, str] | None = None,
-) -> None:
-    """Make topics; one that exists already is as good as made."""
+) -> list[str]:
+    """Make topics; one that exists already is as good as made. Returns those that did not exist."""
     admin = AdminClient(dict(options))
     new = [
         NewTopic(name, num_partitions=partitions, replication_factor=replication_factor, config=dict(settings or {}))
         for name in topics
     ]
     futures = admin.create_topics(new, operation_timeout=timeout, request_timeout=timeout)
+    made: list[str] = []
     for topic, future in futures.items():
         try:
             future.result()
             log.info("topic.created", topic=topic)
+            made.append(topic)
         except KafkaException as exc:
             error = exc.args[0]
             if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise translate(error, f"Kafka did not create topic {topic}") from None
+    return made
 
 
 def setting(options: Mapping[str, Any], topic: str, name: str, timeout: float) -> str | None:

@@ -87,6 +87,25 @@ async def positions(kafka: Kafka, prefix: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.guarantee("G4")
+async def test_a_topic_that_we_make_again_begins_anew(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
+    """Marks of the one that was deleted would pass what the new one holds: stored twice, or refused later."""
+    old = {f"{prefix}/{n}": 1_000_000 for n in range(4)}
+    sink = await open_sink(old)
+    batches = batches_of([event(seq, prefix) for seq in range(100)], 20)
+    await publish_overlapping(sink, batches)
+    marks = dict(old)
+    for batch in batches:
+        marks |= batch.marks
+    ends = ends_of(kafka, prefix)
+    assert all(marks[name] <= end for name, end in ends.items())
+
+    successor = await open_sink({**marks, **dict.fromkeys(ends, 0)})  # nothing was saved meanwhile
+    assert await publish_overlapping(successor, batches) == []
+    assert successor.duplicates == 100
+    assert len(await committed(kafka, prefix)) == 100
+
+
+@pytest.mark.guarantee("G4")
 async def test_what_is_stored_beyond_the_marks_is_not_stored_again(
     kafka: Kafka, open_sink: OpenSink, prefix: str
 ) -> None:

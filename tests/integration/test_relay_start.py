@@ -218,8 +218,13 @@ async def test_a_publication_that_goes_while_the_relay_runs(
         ledger.write(5)
         ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
         assert "relay setup" in (await relay.says("stream.unavailable"))["hint"]
+        ledger.write(2, seed=3)
+        ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
+        assert "publication" in relay.status["last_error"]  # polling works, and still it should stream
+        assert "relay setup" in relay.status["hint"]
         await prepare(tmp_path, any_sections)
         await relay.says_again("stream.started", 1)
+        assert relay.status["last_error"] == ""
         ledger.write(5, seed=2)
         ledger.check(await ledger.arrived(lambda: read_jetstream(nats.url, prefix), relay))
         await relay.stopped()
