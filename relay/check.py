@@ -7,6 +7,7 @@ Here: the order of looking, the server and the broker; tables, slots and standby
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 from relay.check_failover import failover_findings
@@ -52,10 +53,11 @@ _GOOD_MINOR = {14: 19, 15: 14, 16: 10, 17: 6}
 
 async def check(config: Config, *, broker: bool = True, standbys: Sequence[str] = ()) -> list[Finding]:
     """Every finding, the good ones too. `standbys`: DSNs, to see whether the failover slot is synchronised to them."""
-    findings = await _postgres(config, standbys)
-    if broker:
-        findings.append(await _broker(config))
-    return findings
+    if not broker:
+        return await _postgres(config, standbys)
+    # At the same time: either may make us wait for its whole time-out.
+    findings, finding = await asyncio.gather(_postgres(config, standbys), _broker(config))
+    return [*findings, finding]
 
 
 async def _broker(config: Config) -> Finding:

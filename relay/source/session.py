@@ -144,7 +144,7 @@ def translate(exc: psycopg.Error) -> RelayError:
             return AuthError(text, hint="ALTER ROLE … REPLICATION; sql/roles.sql has the grants the relay needs")
         if "connection option" in lowered or _UNUSABLE.search(lowered):
             return SetupError(text, hint="correct database.dsn")
-        return SourceUnavailable(text)
+        return SourceUnavailable(text, hint="does Postgres run, and is database.dsn right?")
     if state.startswith(("40", "57")) or state == "55P03":
         return SourceUnavailable(text)
     return SetupError(f"{text} (SQLSTATE {state})", hint="run `relay check`")
