@@ -45,7 +45,7 @@ def _load(path: Path) -> Check:
         from jsonschema.validators import validator_for  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            ["routing.schemas needs the package jsonschema"], hint="pip install 'pg-outbox-relay[schema]'"
+            ["routing.schemas needs the package jsonschema: pip install 'pg-outbox-relay[schema]'"]
         ) from None
     try:
         schema = orjson.loads(path.read_bytes())

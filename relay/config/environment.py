@@ -14,6 +14,29 @@ from relay.errors import ConfigError
 from relay.schema import load_schemas
 
 _OPTIONS = ("sink", "kafka", "options")
+_HINT = "docs/configuration.md lists every key"
+_PLAIN = {
+    "extra_forbidden": "unknown key",
+    "missing": "is required",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a text",
+    "path_type": "must be a path",
+    "dict_type": "must be a table of keys and values",
+    "model_type": "must be a table of keys and values",
+    "tuple_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+"""In our own words what pydantic says in its own, by its types of errors."""
 
 
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
@@ -31,14 +54,21 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
             raise ConfigError([f"{path}: {exc}"]) from None
     faults += overlay(tree, os.environ if environ is None else environ)
     config = _validated(tree, faults)
+    faults += _schema_faults(config)
+    if faults:
+        raise ConfigError(faults, hint=_HINT)
+    return config
+
+
+def _schema_faults(config: Config) -> list[str]:
+    """What is wrong with the files of [routing.schemas]. The good ones are kept: the router asks for them again."""
+    faults: dict[str, None] = {}
     for routing in (config.routing, *(outbox.routing for outbox in config.outbox if outbox.routing)):
         try:
-            load_schemas(routing.schemas)  # kept: the router asks for the same files
+            load_schemas(routing.schemas)
         except ConfigError as exc:
-            raise ConfigError([*faults, *exc.faults], hint=exc.hint) from None
-    if faults:
-        raise ConfigError(faults, hint="docs/configuration.md lists every key")
-    return config
+            faults |= dict.fromkeys(exc.faults)
+    return list(faults)
 
 
 def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
@@ -87,12 +117,12 @@ def _validated(tree: dict[str, Any], faults: list[str]) -> Config:
     rest = copy.deepcopy(tree)
     left_out = [_leave_out(rest, error["loc"]) for error in errors]
     try:
-        Config.model_validate(rest)
+        found |= dict.fromkeys(_schema_faults(Config.model_validate(rest)))
     except ValidationError as exc:
         for error in exc.errors(include_url=False, include_input=False):
             if not any(error["loc"] in (path, path[:-1]) for path in left_out):  # else perhaps because of that
                 found[_fault(error)] = None
-    raise ConfigError([*faults, *found], hint="docs/configuration.md lists every key") from None
+    raise ConfigError([*faults, *found], hint=_HINT) from None
 
 
 def _leave_out(tree: dict[str, Any], loc: Sequence[int | str]) -> tuple[int | str, ...]:
@@ -120,12 +150,10 @@ def _fault(error: Any) -> str:
     if loc[:3] == _OPTIONS and len(loc) > 4:  # once for each type that it could be
         return f'{".".join(loc[:4])}: must be a text, a number, true, false or {{ file = "…" }}'
     path = ".".join(str(step) for step in loc)
-    message = str(error["msg"]).removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            message = "unknown key"
-        case "missing":
-            message = "is required"
+    if plain := _PLAIN.get(error["type"]):
+        message = plain.format(**error.get("ctx", {}))
+    else:
+        message = str(error["msg"]).removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 
 

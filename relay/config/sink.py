@@ -38,6 +38,10 @@ class Stream(Section):
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
             raise ValueError("at least one subject is needed")
+        for subject in value:
+            tokens = subject.split(".")
+            if "" in tokens or ">" in tokens[:-1] or any(c.isspace() for c in subject):
+                raise ValueError(f"{subject!r} is not a subject: tokens between dots, no spaces, > only as the last")
         return value
 
 

@@ -68,11 +68,19 @@ def test_all_faults_at_start(tmp_path: Path) -> None:
     assert "routing.schemas.wrong" in wrong and "is not a JSON Schema: at $.type" in wrong
 
 
+def test_together_with_what_else_is_wrong(tmp_path: Path) -> None:
+    config = tmp_path / "relay.toml"
+    config.write_text('[source]\nmode = "strem"\n[routing.schemas]\nmissing = "nowhere.json"\n')
+    with pytest.raises(ConfigError) as failure:
+        load(config, {})
+    assert [fault.partition(":")[0] for fault in failure.value.faults] == ["source.mode", "routing.schemas.missing"]
+
+
 def test_the_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ConfigError, match="needs the package jsonschema") as failure:
         load_schemas({"t": written(tmp_path, SCHEMA)})
-    assert "[schema]" in failure.value.hint
+    assert "[schema]" in failure.value.faults[0]
 
 
 def test_without_schemas_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
