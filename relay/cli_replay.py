@@ -70,7 +70,9 @@ def replay(
                 f"request {report.request}: the active relay replays {report.total or 'the'} events as run {report.run}"
             )
         skipped = f"; {report.skipped} rows cannot be routed, and were left out" if report.skipped else ""
-        return f"replayed {report.published} events as run {report.run}{skipped}"
+        absent = len(set(wish.ids)) - (report.total or 0) if wish.ids else 0
+        unknown = f"; {absent} of the ids belong to no row that was published" if absent > 0 else ""
+        return f"replayed {report.published} events as run {report.run}{skipped}{unknown}"
 
     settings = load(config)
     with _Bar() as bar:

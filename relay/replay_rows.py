@@ -15,7 +15,7 @@ from relay.errors import ConfigError, ContractError
 from relay.outbox import Binding, ClaimColumns, mappings
 from relay.routing import Router
 from relay.source.anchor import WalRows
-from relay.source.selection import PAGE, Page, Place, SelectedRows, Selection
+from relay.source.selection import Page, Place, SelectedRows, Selection, page_size
 from relay.source.session import Session
 from relay.source.slot import table_columns
 
@@ -33,7 +33,7 @@ class Reader:
     def __init__(self, session: Session, tables: Sequence[SelectedRows], rate: float | None) -> None:
         self._session = session
         self._tables = tables
-        self._size = PAGE if rate is None else max(1, min(PAGE, int(rate)))
+        self._size = page_size(rate)
 
     @classmethod
     async def of(cls, session: Session, config: Config, selection: Selection) -> Reader:

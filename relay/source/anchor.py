@@ -20,7 +20,7 @@ from relay.progress import Progress
 from relay.routing import Router
 from relay.source.plugin import choose_decoder
 from relay.source.replication import WalSender
-from relay.source.selection import Page, Place, Selection, Window
+from relay.source.selection import Page, Place, Selection, Window, page_size
 from relay.source.session import Session, translated
 from relay.source.slot import fetch, slot_info, table_columns
 from relay.source.stream import StreamSource
@@ -121,9 +121,8 @@ class WalRows:
 
             decoder, options = await choose_decoder(session, config, start=begin, skip=None, bind=bind, stamp=stamp)
             await wal.start(name, begin, options)
-            stream = StreamSource(
-                wal, decoder, Progress(), max_batch_events=config.delivery.max_batch_events, silence=silence
-            )
+            size = min(config.delivery.max_batch_events, page_size(self._selection.rate))
+            stream = StreamSource(wal, decoder, Progress(), max_batch_events=size, silence=silence)
             attending = asyncio.ensure_future(stream.attend())
             chosen = Chosen(self._window)
             async for batch in stream.batches():

@@ -23,6 +23,12 @@ from relay.source.session import Session
 
 PAGE = 1000
 
+
+def page_size(rate: float | None) -> int:
+    """Events per page: of a replay that is held to a rate no more than it may publish in a second."""
+    return PAGE if rate is None else max(1, min(PAGE, int(rate)))
+
+
 _UNSEEN: LiteralString = """
     AND ({xid} >= pg_snapshot_xmax(%(since)s::pg_snapshot)
         OR {xid} = ANY(ARRAY(SELECT pg_snapshot_xip(%(since)s::pg_snapshot))))"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +347,11 @@ async def test_into_kafka(database: Database, kafka_broker: Kafka, prefix: str, 
             "the checkpoint covers it",
         )
         report = await replay(config_of(sections), Wish(exact=True, from_lsn=lsn), quiet)
+        seen: list[int] = []
+        held = Wish(exact=True, from_lsn=lsn, rate=400.0)
+        await replay(config_of(sections), held, lambda published, _: seen.append(published))
+        assert seen[-1] == 2000
+        assert max(after - before for before, after in pairwise(seen)) <= 400  # never more at once than in a second
         await relay.stopped()
     stored = await asyncio.to_thread(read_kafka, kafka_broker.bootstrap, prefix)
     assert [item.id for item in of_run(stored, report.run)] == [item.id for item in genuine(stored)]
