@@ -61,15 +61,16 @@ async def check(config: Config, *, broker: bool = True, standbys: Sequence[str] 
 
 
 async def _broker(config: Config) -> Finding:
-    sink = open_sink(config)
     try:
-        await sink.open()
+        sink = open_sink(config)
+        try:
+            await sink.open()
+        finally:
+            await sink.close()
     except RelayError as exc:
         return Finding(
             "error", "broker", str(exc), exc.hint or "see that the broker runs and that its address is right"
         )
-    finally:
-        await sink.close()
     return Finding("ok", "broker", f"{config.sink.kind} is reachable and every configured destination exists")
 
 

@@ -18,7 +18,11 @@ def read_secret(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError([f"{path}: cannot read the secret: {exc}"]) from None
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not text in UTF-8"
+        raise ConfigError(
+            [f"{path}: cannot read the secret: {reason}"],
+            hint="correct the path, or let the user who runs the relay read the file",
+        ) from None
 
 
 def mask_dsn(dsn: str) -> str:
