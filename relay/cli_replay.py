@@ -72,7 +72,8 @@ def replay(
         skipped = f"; {report.skipped} rows cannot be routed, and were left out" if report.skipped else ""
         absent = len(set(wish.ids)) - (report.total or 0) if wish.ids else 0
         unknown = f"; {absent} of the ids belong to no row that was published" if absent > 0 else ""
-        return f"replayed {report.published} events as run {report.run}{skipped}{unknown}"
+        nothing = "" if report.published or skipped or unknown else ": nothing matches"
+        return f"replayed {report.published} events as run {report.run}{nothing}{skipped}{unknown}"
 
     settings = load(config)
     with _Bar() as bar:

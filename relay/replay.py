@@ -27,8 +27,9 @@ from relay.event import Batch
 from relay.lsn import NOWHERE
 from relay.replay_rows import Pace, Reader, reader_of
 from relay.sink import Sink, exclusive, open_plain_sink
+from relay.sink.subjects import fault
 from relay.source.anchor import WalRows
-from relay.source.selection import Place, Selection, replayed
+from relay.source.selection import Place, Selection, original_id, replayed
 from relay.source.session import Session, connect
 from relay.source.slot import fetch, identity_of
 from relay.wish import Wish, check_wish, resolve
@@ -39,7 +40,7 @@ Show = Callable[[int, int | None], None]
 """published, total (None: not known): called as a replay goes on."""
 
 _WATCH = 0.3  # seconds between two looks at a request
-_LONELY = 10.0  # … after which it is said that no relay took it up
+_LONELY = 3.0  # … after which it is said that no relay took it up
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,25 @@ def new_run() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.urandom(3).hex()}"
 
 
+def _check_topic(config: Config, topic: str | None) -> None:
+    """A name that the broker could never take is told before anything is published."""
+    if topic is None:
+        return
+    reason: str | None = None
+    if config.sink.kind == "jetstream":
+        reason = fault(topic)
+    elif config.sink.kind == "kafka":
+        from relay.sink.kafka_policy import legal_topic  # noqa: PLC0415  it loads Kafka's client
+
+        reason = None if legal_topic(topic) else f"{topic!r} is not a legal topic name"
+    if reason:
+        raise ConfigError([f"--topic: {reason}"])
+
+
 async def replay(config: Config, wish: Wish, show: Show, *, dry_run: bool = False, detach: bool = False) -> Report:
     """Do it, or have it done; returns when it is done, except with `detach`."""
     check_wish(wish)
+    _check_topic(config, wish.topic)
     run = new_run()
     async with await connect(config.database, "relay replay") as session:
         selection = await resolve(session, config, wish)
@@ -136,7 +153,7 @@ class _Publisher:
             if rejected:
                 event, reason = rejected[0]
                 raise EventRejected(
-                    f"event {event.id.decode(errors='replace')!r} cannot be published: {reason}",
+                    f"event {original_id(event)!r} cannot be published: {reason}",
                     hint="what came before it was published; go on behind it with --seq"
                     + (f" (this page ended at {place.seq})" if place.seq is not None else ""),
                 )

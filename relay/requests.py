@@ -25,7 +25,7 @@ from relay.lsn import NOWHERE
 from relay.progress import Progress
 from relay.replay_rows import Pace, reader_of
 from relay.sink.subjects import covers, fault
-from relay.source.selection import Place, Selection, replayed
+from relay.source.selection import Place, Selection, original_id, replayed
 from relay.source.session import LASTING, Session, connect
 from relay.source.slot import fetch
 
@@ -144,7 +144,7 @@ class Requests:
                     rejected = await injector.inject(batch)
                     if rejected:
                         event, reason = rejected[0]
-                        raise SetupError(f"event {event.id.decode(errors='replace')!r} cannot be published: {reason}")
+                        raise SetupError(f"event {original_id(event)!r} cannot be published: {reason}")
                 self._progress.replayed_events += len(events)
                 request.published += len(events)
                 request.skipped += len(page.rejected)

@@ -64,6 +64,12 @@ def check_wish(wish: Wish) -> None:
         faults += _unreadable(parse_lsn, text) if text is not None else []
     for text in (wish.since, wish.until):
         faults += _unreadable(lambda at: parse_time(at, now), text) if text is not None else []
+    if wish.since is not None and not faults and parse_time(wish.since, now) > now:
+        faults.append(f"--since {wish.since} is in the future")
+    if wish.seq is not None and wish.to_seq is not None and wish.to_seq < wish.seq:
+        faults.append("--to-seq is before --seq")
+    if wish.topic is not None and not wish.topic:
+        faults.append("--topic is empty: leave it out to publish where the events were published")
     if wish.rate is not None and not wish.rate > 0:
         faults.append("--rate must be more than 0")
     if faults:

@@ -147,8 +147,12 @@ class SelectedRows:
             self._values["key"] = selection.key
             self._parts["key"] = key_expression(routing.key, mapping)
         if selection.ids is not None:
-            self._where += " AND {id} = ANY(%(ids)s::text[]::{id_type}[])"
             id_type = types[columns[ID]]
+            # Of a type that we do not know Postgres could not read any text: what was published is how it writes it.
+            as_it_is = id_type == "uuid" or id_type in _INTEGERS or id_type.startswith(_TEXTS)
+            self._where += (
+                " AND {id} = ANY(%(ids)s::text[]::{id_type}[])" if as_it_is else " AND {id}::text = ANY(%(ids)s)"
+            )
             self.ids = own_ids(selection.ids, mapping, id_type)
             self._values["ids"] = list(self.ids.values())
             self._parts["id"], self._parts["id_type"] = sql.Identifier(columns[ID]), sql.SQL(id_type)
@@ -218,6 +222,7 @@ def _text(column: str) -> sql.Composable:
 
 
 _INTEGERS = {"smallint": 15, "integer": 31, "bigint": 63}
+_TEXTS = ("text", "character", "citext")
 
 
 def own_ids(ids: Sequence[str], mapping: Mapping, id_type: str) -> dict[str, str]:
@@ -228,7 +233,7 @@ def own_ids(ids: Sequence[str], mapping: Mapping, id_type: str) -> dict[str, str
 
 
 def _fits(value: str, id_type: str) -> bool:
-    """Whether Postgres could read it; of other types it reads any text, or says so itself."""
+    """Whether Postgres could read it; other types are compared as texts."""
     if id_type == "uuid":
         return re.fullmatch(r"\{?([0-9a-fA-F]{4}-?){7}[0-9a-fA-F]{4}\}?", value) is not None
     if id_type in _INTEGERS:
@@ -254,10 +259,15 @@ def replayed(events: Sequence[Event], run: str, topic: str | None, *, key: bytes
         made.append(
             event._replace(
                 id=event.id + suffix,
-                topic=topic or event.topic,
+                topic=event.topic if topic is None else topic,
                 key=key or event.key,
                 header_names=HeaderNames.of((*names, "relay-replayed")),
                 header_values=(*values, value),
             )
         )
     return made
+
+
+def original_id(event: Event) -> str:
+    """Of an event as a replay publishes it, the id that its row has."""
+    return event.id.rpartition(b":replay:")[0].decode(errors="replace")

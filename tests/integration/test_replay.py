@@ -298,6 +298,28 @@ async def test_a_table_without_order_is_replayed_by_id_and_key_only(
         await relay.stopped()
 
 
+@pytest.mark.parametrize(
+    ("id_type", "ids"), [("numeric", ("1.50", "abc")), ("timestamptz", ("2026-01-02 03:04:05+00", "x"))]
+)
+async def test_ids_of_types_that_cannot_be_any_text(
+    make_scene: Callable[[str], Scene], database: Database, id_type: str, ids: tuple[str, ...]
+) -> None:
+    scene = make_scene("shared")
+    database.execute(f"CREATE TABLE odd (id {id_type} PRIMARY KEY, aggregate_id text, topic text, payload jsonb)")
+    columns = dict.fromkeys(("aggregate_type", "event_type", "partition_key", "headers", "created_at"), "")
+    scene.sections["outbox"] = [{"table": "odd", "columns": columns}]
+    scene = await scene.set_up()
+    with RelayProcess(scene.path, "--from-now") as relay:
+        await relay.streaming()
+        database.execute(f"INSERT INTO odd VALUES ('{ids[0]}', 'k', '{scene.name}.a', '{{}}')")
+        await relay.has_published(1)
+        report = await ask(scene, ids=ids)
+        assert (report.total, again(await scene.read(), report.run)) == (1, [ids[0]])
+        with pytest.raises(ConfigError, match="--topic"):
+            await ask(scene, ids=ids, topic="a..b")
+        await relay.stopped()
+
+
 @pytest.fixture
 def kafka_broker(request: pytest.FixtureRequest) -> Kafka:
     found: Kafka = request.getfixturevalue("kafka")

@@ -100,6 +100,9 @@ def test_times() -> None:
         (Wish(seq=1, to_seq=2, until="1h"), "one end"),
         (Wish(ids=("a",), key="k"), "--id stands alone"),
         (Wish(seq=1, rate=0), "--rate"),
+        (Wish(seq=2, to_seq=1), "--to-seq is before"),
+        (Wish(since="2999-01-01T00:00:00Z"), "in the future"),
+        (Wish(seq=1, topic=""), "--topic is empty"),
     ],
 )
 def test_contradictions(wish: Wish, says: str) -> None:
