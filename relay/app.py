@@ -25,7 +25,12 @@ class Relay:
 
     def __init__(self, config: Config, *, sink: Sink | None = None, from_now: bool = False) -> None:
         self.progress = Progress()
-        self.metrics = Metrics(self.progress, relay_name=config.relay.name, stalled_after=config.delivery.stalled_after)
+        self.metrics = Metrics(
+            self.progress,
+            relay_name=config.relay.name,
+            service=config.relay.service,
+            stalled_after=config.delivery.stalled_after,
+        )
         self.admin = AdminServer(
             config.admin.listen, self.progress, self.metrics, stalled_after=config.delivery.stalled_after
         )

@@ -37,6 +37,7 @@ async def observe(config: Config, metrics: Metrics) -> None:
                 gauges = metrics.gauges
                 gauges.pending_events = seen["pending"]
                 gauges.oldest_pending_age_seconds = seen["lag_seconds"] if seen["pending"] else 0.0
+                gauges.average_pending_age_seconds = seen["average_pending_age_seconds"]
                 gauges.dead_letters = seen["dead_letters"]
                 gauges.slot_name = slot["name"]
                 gauges.slot_active = slot["active"]

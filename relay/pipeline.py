@@ -435,7 +435,8 @@ class Pipeline:
         raise EventRejected(
             f"event {event.id.decode(errors='replace')!r} of {event.table} cannot be published: {reason}{more}",
             hint="correct what the reason names (a larger limit of the broker, the routing, the configuration), then "
-            "start the relay again: it continues with this event",
+            "start the relay again: it continues with this event; if the row itself is wrong, docs/operations.md "
+            "(EventRejected) says how to give it up",
         )
 
 

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from psycopg import sql
-
 from relay import __version__
-from relay.adopt import condition
-from relay.config import Config, Outbox
-from relay.errors import ContractError, SourceUnavailable
+from relay.backlog import backlog
+from relay.config import Config
 from relay.lsn import LSN
-from relay.outbox import ClaimColumns
 from relay.source.session import Session, connect
-from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, split, table_info
+from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, table_info
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +40,7 @@ async def read(session: Session, config: Config) -> dict[str, Any]:
     server = await server_info(session)
     slot, anchor = await slot_info(session, config.source.slot), config.source.anchor.slot
     checkpoint = await _checkpoint(session, config.relay.name)
-    pending, oldest = await _backlog(session, config, checkpoint)
+    waiting = await backlog(session, config, checkpoint)
     return {
         "relay": config.relay.name,
         "version": __version__,
@@ -55,9 +51,10 @@ async def read(session: Session, config: Config) -> dict[str, Any]:
             phase=checkpoint["phase"] if checkpoint else None,
         ),
         **_lag(server, slot, checkpoint),
-        "lag_seconds": oldest,
-        "pending": pending,
-        "dead_letters": await _dead_letters(session, config.relay.name),
+        "lag_seconds": waiting.oldest,
+        "pending": waiting.pending,
+        "average_pending_age_seconds": waiting.average,
+        "dead_letters": _sum(await _dead_letters(session, config.relay.name), waiting.failed),
         "slot": _slot(server, slot, config.source.slot),
         "anchor": _slot(server, await slot_info(session, anchor), anchor) if anchor else None,
         "checkpoint": {key: checkpoint[key] for key in ("lsn", "epoch", "updated_at", "phase")} if checkpoint else None,
@@ -131,6 +128,12 @@ async def _locked(session: Session, relay: str) -> bool:
     return bool(rows[0][0])
 
 
+def _sum(*counts: int | None) -> int | None:
+    """Of what is known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
 async def _dead_letters(session: Session, relay: str) -> int | None:
     if not await _readable(session, "public.outbox_dead_letters"):
         return None
@@ -141,59 +144,6 @@ async def _dead_letters(session: Session, relay: str) -> int | None:
 async def _readable(session: Session, table: str) -> bool:
     info = await table_info(session, table)
     return info is not None and info.can_select
-
-
-async def _backlog(
-    session: Session, config: Config, checkpoint: dict[str, Any] | None
-) -> tuple[int | None, float | None]:
-    """Rows that the checkpoint's snapshot does not see, and the age of the oldest; None where a table cannot tell.
-
-    Without a checkpoint nothing was published yet, so every row is pending.
-    """
-    total, oldest = 0, 0.0
-    snap = checkpoint["snap"] if checkpoint and checkpoint["phase"] != "new" else None
-    for outbox in config.outbox:
-        table = await table_info(session, outbox.table)
-        if table is None or not table.can_select:
-            return None, None
-        claim = None
-        if checkpoint and checkpoint["phase"] == "claim":
-            try:
-                claim = ClaimColumns.of(outbox, table.columns)
-            except ContractError:  # the configuration is not the running relay's
-                return None, None
-        elif outbox.columns.xid not in table.columns:
-            return None, None
-        aged = outbox.columns.created_at in table.columns
-        try:
-            known = snap if outbox.columns.xid in table.columns else None
-            rows = await fetch(session, backlog_query(outbox, aged=aged, snap=known, claim=claim))
-        except SourceUnavailable:  # took too long
-            return None, None
-        count, age = rows[0]
-        total += count
-        oldest = max(oldest, age or 0.0)
-    return total, oldest
-
-
-def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None, claim: ClaimColumns | None = None) -> str:
-    """The predicate of "not visible in S" whose cost does not grow with a long transaction elsewhere."""
-    xid = sql.Identifier(outbox.columns.xid)
-    pending: sql.Composable = sql.SQL("true")
-    if snap is not None:
-        text = sql.Literal(snap)
-        pending = sql.SQL(
-            "({xid} >= pg_snapshot_xmax({snap}::pg_snapshot)"
-            " OR {xid} = ANY(ARRAY(SELECT pg_snapshot_xip({snap}::pg_snapshot))))"
-        ).format(xid=xid, snap=text)
-    if claim is not None:
-        pending = sql.SQL("{} AND {}").format(condition(claim.unpublished), pending)
-    age: sql.Composable = sql.SQL("NULL::float")
-    if aged:
-        column = sql.Identifier(outbox.columns.created_at)
-        age = sql.SQL("greatest(0, extract(epoch FROM now() - min({})))::float").format(column)
-    query = sql.SQL("SELECT count(*), {age} FROM {table} WHERE {pending}")
-    return query.format(age=age, table=sql.Identifier(*split(outbox.table)), pending=pending).as_string(None)
 
 
 def render(status: dict[str, Any]) -> RenderableType:

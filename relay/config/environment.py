@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relay.config.root import Config
+from relay.config.section import parsed
 from relay.errors import ConfigError
 from relay.schema import load_schemas
 
@@ -86,7 +87,10 @@ def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
                     f"{name}: write RELAY_{section.upper()}__{key.upper()} (two underscores after the section)"
                 )
             elif section in sections:
-                tree[section] = environ[name]  # whole section as JSON, for lists such as RELAY_OUTBOX
+                try:
+                    tree[section] = parsed(environ[name])  # as a whole, for lists such as RELAY_OUTBOX
+                except ValueError as exc:
+                    faults.append(f"{name}: {exc}")
             continue
         if path[0] not in sections:
             faults.append(f"{name}: unknown section; known are {', '.join(sorted(sections))}")
@@ -97,7 +101,11 @@ def overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> list[str]:
         for step in path[:-1]:
             child = node.setdefault(step, {})
             if not isinstance(child, dict):
-                faults.append(f"{name}: {step} is a list; set the whole of it as JSON in RELAY_{path[0].upper()}")
+                faults.append(
+                    f"{name}: {step} is a list; set the whole of it as JSON in RELAY_{path[0].upper()}"
+                    if isinstance(child, list)
+                    else f"{name}: {step} has no keys below it"
+                )
                 break
             node = child
         else:

@@ -18,6 +18,7 @@ class Relay(Section):
         "outbox_relay",
         description="Names this relay: its lock, its checkpoint, its transactional id. One per database and purpose.",
     )
+    service: str = Field("", description="The label `service` of all metrics; the relay's name if empty.")
 
     _plain = field_validator("name")(plain)
 

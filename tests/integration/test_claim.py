@@ -19,6 +19,7 @@ from relay.embedded import NatsServer
 from relay.errors import ContractError
 from relay.replay import replay
 from relay.setup import setup
+from relay.status import status
 from relay.wish import Wish
 from tests.fix_kafka import Kafka
 from tests.fix_nats import Nats
@@ -260,6 +261,8 @@ async def test_a_rejected_event_is_tried_again_then_left_and_the_others_flow(
         )
         await marked(database, case, 3)
         assert relay.progress.rejected_events == 3
+        seen = await status(config)
+        assert (seen["dead_letters"], seen["pending"]) == (1, 0)
         write(database, case, 7)  # of the same key, too
         await published(relay, 4)
     stored = ids(await read_jetstream(own_nats.url, "EVENTS"))

@@ -190,7 +190,7 @@ def test_tables_in_lists_are_json() -> None:
     assert config.outbox[0].table == "shop.outbox"
     assert config.outbox[0].columns.seq == ""
     assert config.sink.jetstream.streams[0].subjects == ("a.>", "b.>")
-    assert "outbox: not JSON" in faults(RELAY_OUTBOX="[{")[0]
+    assert "RELAY_OUTBOX: not JSON" in faults(RELAY_OUTBOX="[{")[0]
 
 
 def test_a_key_inside_a_list_cannot_be_set_alone(tmp_path: Path) -> None:
