@@ -132,6 +132,13 @@ class CheckpointStore:
         assert row is not None
         return Sample(Snapshot.parse(row[0]), LSN.parse(row[1]))
 
+    async def burn(self) -> int:
+        """A transaction id that is newer than those of all transactions so far."""
+        with translated():
+            row = await (await self._session.execute("SELECT pg_current_xact_id()::text")).fetchone()
+        assert row is not None
+        return int(row[0])
+
     async def save(
         self,
         lsn: LSN,

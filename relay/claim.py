@@ -32,6 +32,7 @@ from relay.progress import Progress
 from relay.sink import BEHIND, Sink
 from relay.source.claim import Claimed, ClaimTable, Row
 from relay.source.session import LASTING, Session, connect, translated
+from relay.source.slot import fetch
 
 log = structlog.get_logger("relay.claim")
 
@@ -58,6 +59,7 @@ class _Door:
     shut: asyncio.Event = field(default_factory=asyncio.Event)  # it must be opened again
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     failure: TransientError | None = None
+    over: bool = False  # nobody needs it any more; client libraries swallow a cancellation now and then
     inside: int = 0
     flights: deque[_Flight] = field(default_factory=deque)  # in the order of publishing, until committed
     idle: set[int] = field(default_factory=set)  # workers that found nothing since it was opened
@@ -74,6 +76,8 @@ class _Door:
                 self.idle.clear()
                 self.shut.clear()
                 await self.pipeline.open()
+                if self.over:
+                    return
                 progress.sink_down_since = None
                 log.info("sink.opened")
                 self.up.set()
@@ -91,6 +95,8 @@ class _Door:
             except TransientError as exc:
                 progress.sink_down_since = progress.sink_down_since or time.monotonic()
                 await self.sink.close()
+                if self.over:
+                    return
                 wait = backoff.next(random.random())  # noqa: S311  spreading, not secrecy
                 progress.sink_reconnects += 1
                 progress.last_error, progress.last_hint = str(exc), exc.hint
@@ -179,6 +185,7 @@ class Claims:
                 if left:
                     log.warning("batches.abandoned", events=self._progress.in_flight_events)
             finally:
+                self._door.over = True
                 for task in (door, *workers):
                     task.cancel()
                 self._in_flight.clear()
@@ -215,6 +222,7 @@ class Claims:
                     continue
                 self._woken[number].clear()
                 published, full = 0, False
+                alone = number not in door.idle and await self._alone(session)
                 try:
                     for table in tables:
                         count, more = await self._turn(session, table, number)
@@ -228,7 +236,7 @@ class Claims:
                     continue
                 if published:
                     wait = poll.min_interval
-                else:
+                elif alone:
                     door.idle.add(number)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait):
@@ -236,6 +244,17 @@ class Claims:
                         wait = poll.min_interval
                         continue
                 wait = poll.min_interval if published else min(wait * 2, poll.max_interval)
+
+    async def _alone(self, session: Session) -> bool:
+        """Whether nobody who was at work when the sink was opened still is: rows that he locked are skipped.
+
+        That may be the backend of a relay that died: his rows are stored, and come when he lets go of them.
+        """
+        horizon = self._door.pipeline.horizon
+        if horizon is None:  # no marks: nobody asks
+            return False
+        ((oldest,),) = await fetch(session, "SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
+        return int(oldest) >= horizon
 
     async def _until_up(self) -> None:
         """Wait for the sink, or for the end."""

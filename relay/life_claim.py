@@ -68,8 +68,9 @@ async def claim(frame: Frame, checkpoint: Checkpoint, *, from_now: bool) -> None
         nonlocal saved
         frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
         if pipeline.marks != saved:
-            saved = dict(pipeline.marks)
-            await store.save_polled("claim", since, marks=saved)
+            marks = dict(pipeline.marks)
+            await store.save_polled("claim", since, marks=marks)
+            saved = marks
 
     workers = Claims(config, frame.sink, pipeline, frame.progress, frame.metrics, frame.stopping, tables)
     frame.progress.enter("polling")

@@ -106,8 +106,9 @@ class Frame:
                 if new:
                     self._begun |= new.keys()
                     await store.save_marks(new)
-                # Whoever wrote to the broker before us had received it by now, so it was committed before this.
+                # Whoever wrote to the broker before us had received it by now, so it was committed before this, …
                 self.pipeline.settled_at = (await store.sample()).lsn
+                self.pipeline.horizon = await store.burn()  # … but perhaps no snapshot sees it yet
         self.opened_before = True
 
     @asynccontextmanager

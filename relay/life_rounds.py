@@ -110,8 +110,8 @@ async def rounds(
             async with ours.saving:
                 reached = source.reached(pipeline.acknowledged)
                 if reached is not None and source.persisted and reached != noted:
-                    noted = reached
                     await store.save_round(phase, reached.to_json())
+                    noted = reached
                     return
             frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
 
@@ -176,4 +176,4 @@ class _Rounds:
                 if now - self._remembered_at >= self._history.history_interval:
                     self._remembered_at = now
                     await self._store.remember(gap.sample.lsn, gap.sample, self._history.history_retention)
-                self._pipeline.settle()  # everything that was committed when the round began has been shown
+                self._pipeline.settle(gap.sample.snapshot.xmin)

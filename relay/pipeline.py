@@ -94,6 +94,7 @@ class Pipeline:
         self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
         self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
         self._settled = False
+        self.horizon: int | None = None  # what the broker held beyond them when it was opened is of older transactions
         self._running = False
         self._ending = False  # nothing is injected any more
         self._injecting = False
@@ -109,9 +110,14 @@ class Pipeline:
         self.audit = audit
         self.covered, self._last_commit = self.marks, 0
 
-    def settle(self) -> None:
-        """The source has shown everything that it had when the sink was opened."""
-        self._settled = True
+    def settle(self, before: int) -> None:
+        """The source has shown everything of transactions before this one: what the broker held has come by now.
+
+        Not so while one that is older than the opening may still show rows: it waits for a standby, or the round was
+        begun by another life.
+        """
+        if self.horizon is not None and before >= self.horizon:
+            self._settled = True
 
     async def drained(self) -> None:
         """Return when everything that was handed on is acknowledged."""
@@ -325,7 +331,7 @@ class Pipeline:
 
     async def open(self) -> None:
         """Open the sink: nobody may have taken over before and after it."""
-        self._settled = False
+        self._settled, self.horizon = False, None
         if self._opening is not None:
             await self._opening()
         met = self.marks.keys() - {UNCOUNTABLE, ROUTING} if self._opened_before else frozenset()

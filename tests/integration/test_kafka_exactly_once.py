@@ -26,7 +26,7 @@ from tests.fix_kafka import Kafka
 from tests.fix_postgres import Database
 from tests.kafka_raw import hang
 from tests.ledger import Ledger
-from tests.relays import RelayProcess, create_topic, prepare, settings
+from tests.relays import RelayProcess, create_topic, eventually, more_than, prepare, settings
 from tests.relays import kafka as kafka_section
 from tests.sinks import (
     Stored,
@@ -394,6 +394,84 @@ async def test_the_slot_dropped_while_the_relay_is_down(
         await relay.streaming()
         await relay.stopped()
     ledger.check(stored)
+
+
+@pytest.mark.guarantee("G4")
+async def test_killed_before_what_an_audit_found_was_healed(
+    database: Database, kafka: Kafka, prefix: str, tmp_path: Path
+) -> None:
+    """The round that the next life resumes is older than what the stream had stored: that is not forgotten with it."""
+    path = await prepare(
+        tmp_path,
+        settings(database.dsn, exactly_once(kafka.bootstrap), source={"slot": prefix}, poll={"interval": "100ms"}),
+    )
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix)
+    database.execute("""
+        CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN PERFORM pg_sleep(2); RETURN new; END $$;
+        CREATE TRIGGER linger BEFORE UPDATE ON outbox_relay_checkpoint FOR EACH ROW
+            WHEN (old.phase = 'stream' AND new.phase = 'recover') EXECUTE FUNCTION linger()
+    """)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        with ledger.writing():
+            await more_than(ledger.journal, 100, "events are written")
+            database.execute("ALTER PUBLICATION outbox_relay DROP TABLE outbox_events")
+            await more_than(ledger.journal, len(ledger.journal) + 10, "events are hidden")
+            database.execute("ALTER PUBLICATION outbox_relay ADD TABLE outbox_events")
+            await relay.says("audit.failed")
+        lingers = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+        await eventually(lambda: database.query(lingers), "the round is being saved", context=lambda: relay.output)
+        relay.kill()
+    there = "SELECT FROM outbox_relay_checkpoint WHERE recovery IS NOT NULL"
+    await eventually(lambda: database.query(there), "the round is saved")
+    database.execute("DROP TRIGGER linger ON outbox_relay_checkpoint")
+    ledger.write(5, seed=7)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        ledger.write(5, seed=8)
+        stored = await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        await relay.stopped()
+    findings = ledger.compare(stored)
+    assert (findings.lost, findings.phantom, findings.duplicates) == ([], [], [])
+
+
+@pytest.mark.guarantee("G4")
+async def test_rows_that_a_dead_relay_still_locks_are_not_stored_again(
+    database: Database, kafka: Kafka, prefix: str, tmp_path: Path
+) -> None:
+    """Claiming skips them, so nothing seems to be open; they come when its backend is gone, and were stored before."""
+    poll = {"strategy": "claim", "min_interval": "20ms", "max_interval": "50ms"}
+    source = {"slot": prefix, "mode": "poll"}
+    sections = settings(database.dsn, exactly_once(kafka.bootstrap), source=source, poll=poll)
+    path = await prepare(tmp_path, sections)
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    ledger = Ledger(database.dsn, prefix, keys=2)
+    other = Ledger(database.dsn, prefix, keys=4)
+    other.keys = other.keys[2:]
+    with RelayProcess(path) as relay:
+        await relay.says("poll.started")
+        ledger.write(5)
+        await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        database.execute("""
+            CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS
+                $$ BEGIN PERFORM pg_sleep(6); RETURN new; END $$;
+            CREATE TRIGGER linger BEFORE UPDATE ON outbox_events FOR EACH STATEMENT EXECUTE FUNCTION linger()
+        """)
+        ledger.write(3, seed=5)
+        await ledger.arrived(lambda: committed(kafka, prefix), relay)
+        relay.kill()
+    with RelayProcess(path) as relay:
+        await relay.says("sink.opened")
+        open_ = "SELECT count(*) FROM outbox_events WHERE published_at IS NULL"
+        other.write(3, seed=6)  # published while the first rows are locked
+        await other.arrived(lambda: committed(kafka, prefix), relay)
+        assert database.query(open_) > [(0,)]
+        await eventually(lambda: database.query(open_) == [(0,)], "all are marked")
+        await relay.stopped()
+    stored = await committed(kafka, prefix)
+    assert len(stored) == len({item.id for item in stored}) == len(ledger.journal) + len(other.journal)
 
 
 def _drop_slot(database: Database, slot: str) -> None:

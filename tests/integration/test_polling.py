@@ -213,6 +213,38 @@ async def test_a_place_is_never_saved_behind_the_end_of_its_round(scene: Scene) 
     assert scene.query("SELECT recovery FROM outbox_relay_checkpoint") == (None,)
 
 
+async def test_stopped_while_a_place_is_saved(scene: Scene) -> None:
+    """That save is given up, so the last one has to do it: else the next start publishes the round again."""
+    scene.configure(checkpoint={"interval": "100ms"})
+    scene.sections["outbox"] = [{"table": "public.outbox_events", "write_back": {"published_at": "now()"}}]
+    scene.configure()
+    # Write-back keeps the round open; the tick saves a place meanwhile.
+    scene.execute("""
+        CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN PERFORM pg_sleep(tg_argv[0]::float); RETURN new; END $$;
+        CREATE TRIGGER linger BEFORE UPDATE ON outbox_events FOR EACH STATEMENT EXECUTE FUNCTION linger(0.5);
+        CREATE TRIGGER linger BEFORE UPDATE ON outbox_relay_checkpoint FOR EACH ROW
+            WHEN (new.recovery->>'seq' IS NOT NULL) EXECUTE FUNCTION linger(1)
+    """)
+    published = 0
+    scene.ledger.write(20)
+    saving = (
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND wait_event = 'PgSleep' AND query LIKE '%%recovery = %%'"
+    )
+    with RelayProcess(scene.path) as relay:
+        await eventually(lambda: scene.query(saving) != (0,), "a place is saved", context=lambda: relay.output)
+        published += relay.counter("published_events")
+        await relay.stopped()
+    with RelayProcess(scene.path) as relay:
+        await scene.settled(relay)
+        scene.ledger.write(5, seed=2)
+        await scene.settled(relay)
+        published += relay.counter("published_events")
+        await relay.stopped()
+    assert published == len(scene.ledger.journal)
+
+
 async def test_from_now_leaves_the_table_alone(scene: Scene) -> None:
     scene.ledger.write(10)
     scene.ledger.journal.clear()

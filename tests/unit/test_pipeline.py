@@ -356,6 +356,25 @@ async def test_cancelling_ends_it_also_when_a_publish_swallows_it() -> None:
         assert done
 
 
+@pytest.mark.guarantee("G4")
+async def test_what_the_broker_held_is_settled_only_when_no_older_transaction_can_show_rows() -> None:
+    """Settled too early, ids that were read back are forgotten, and their events stored again when they come."""
+    pipeline, _ = make(FaultySink([]))
+    batches = [batch(1), batch(2), batch(3)]
+
+    class Rounds(ListSource):
+        async def batches(self) -> AsyncIterator[Batch]:
+            for each, before in zip(self._batches, (None, 9, 10), strict=True):
+                if before is not None:
+                    pipeline.settle(before)
+                yield each
+                await until(lambda each=each: pipeline.acknowledged == each.end_lsn)  # type: ignore[misc]
+                pipeline.horizon = 10  # as its owner notes when the sink is open
+
+    await asyncio.wait_for(pipeline.run(Rounds(batches)), 60)
+    assert [each.settled for each in batches] == [False, False, True]
+
+
 # ------------------------------------------------------------------------------------------ what a person must cure
 
 
