@@ -108,7 +108,9 @@ def status(config: ConfigFile = None, json: Json = False) -> None:
     """Say where the relay is, from Postgres alone: works while the relay is down."""
     from relay.status import render, status  # noqa: PLC0415
 
-    show(go(status(load(config))), render, json=json)
+    settings = load(config)
+    polls = settings.source.mode == "poll"
+    show(go(status(settings)), lambda found: render(found, polls=polls), json=json)
 
 
 @app.command()

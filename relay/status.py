@@ -196,8 +196,8 @@ def backlog_query(outbox: Outbox, *, aged: bool, snap: str | None, claim: ClaimC
     return query.format(age=age, table=sql.Identifier(*split(outbox.table)), pending=pending).as_string(None)
 
 
-def render(status: dict[str, Any]) -> RenderableType:
-    """For people."""
+def render(status: dict[str, Any], *, polls: bool = False) -> RenderableType:
+    """For people. `polls`: by its configuration the relay has no slot."""
     from rich.table import Table  # noqa: PLC0415  the running relay reads the status, too, and shows it to nobody
     from rich.text import Text  # noqa: PLC0415
 
@@ -216,6 +216,8 @@ def render(status: dict[str, Any]) -> RenderableType:
         use = "in use" if slot["active"] else "not in use"
         table.add_row("slot", f"{slot['name']}, {use}, WAL {_shown(slot['wal_status'])}{lost}")
         table.add_row("WAL kept", f"{_bytes(slot['retained_bytes'])}, until lost {_bytes(slot['safe_wal_size'])}")
+    elif polls:
+        table.add_row("slot", 'none: source.mode is "poll"')
     else:
         table.add_row("slot", f"{slot['name']} does not exist (the first `relay run` makes it)")
     if anchor := status["anchor"]:

@@ -215,6 +215,34 @@ async def test_a_prepared_transaction_delays_the_first_run(start_postgres: Calla
         connection.execute(blocked.remedy.rpartition("or  ")[2].encode())
 
 
+async def test_polling_needs_nothing_that_only_a_stream_needs(start_postgres: Callable[..., PostgresServer]) -> None:
+    settings = {"wal_level": "replica", "max_replication_slots": 0, "max_wal_senders": 0}
+    server = start_postgres("15", settings=settings)
+    config = Config.model_validate({"database": {"dsn": server.dsn()}, "source": {"mode": "poll"}})
+    await setup(config)
+    server.execute("DROP PUBLICATION outbox_relay; CREATE ROLE poller LOGIN")
+    server.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO poller")
+    dsn = server.dsn(user="poller")
+    findings = await check(Config.model_validate({"database": {"dsn": dsn}, "source": {"mode": "poll"}}), broker=False)
+    assert [finding for finding in findings if finding.level != "ok"] == []
+    assert {"version", "primary", "connection", "public.outbox_events"} <= {finding.subject for finding in findings}
+    streamed = await check(Config.model_validate({"database": {"dsn": dsn}}), broker=False)
+    assert {"wal_level", "replication", "publication outbox_relay", "max_wal_senders"} <= {
+        finding.subject for finding in streamed if finding.level == "error"
+    }
+
+
+async def test_a_slot_that_polling_does_not_need_keeps_wal(database: Database, prefix: str) -> None:
+    config = config_of(database)
+    await setup(config)
+    database.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", prefix)
+    polling = Config.model_validate({"database": {"dsn": database.dsn}, "source": {"slot": prefix, "mode": "poll"}})
+    [finding] = await bad(polling)
+    assert (finding.level, "keeps WAL" in finding.message) == ("warning", True)
+    database.execute(finding.remedy.partition("needs it: ")[2])
+    assert await bad(polling) == []
+
+
 async def test_the_settings_of_18(start_postgres: Callable[..., PostgresServer]) -> None:
     settings = {"idle_replication_slot_timeout": "5min", "max_slot_wal_keep_size": "1GB"}
     server = start_postgres("18", settings=settings)

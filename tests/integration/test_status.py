@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 from io import StringIO
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -32,6 +35,11 @@ def shown(found: dict[str, object]) -> str:
     out = StringIO()
     Console(file=out, width=120).print(render(found))
     return out.getvalue()
+
+
+def printed(arguments: list[str]) -> str:
+    done = subprocess.run([sys.executable, "-m", "relay", *arguments], capture_output=True, check=True, timeout=60)
+    return done.stdout.decode()
 
 
 INSERT = "INSERT INTO outbox_events (topic) VALUES ('t')"
@@ -134,3 +142,12 @@ async def test_postgres_cannot_be_reached(unused_tcp_port: int) -> None:
     dsn = f"postgresql://postgres@127.0.0.1:{unused_tcp_port}/postgres"
     with pytest.raises(SourceUnavailable):
         await status(Config.model_validate({"database": {"dsn": dsn}}))
+
+
+@pytest.mark.parametrize(("mode", "says"), [("poll", 'none: source.mode is "poll"'), ("auto", "does not exist")])
+async def test_a_relay_that_polls_has_no_slot(database: Database, tmp_path: Path, mode: str, says: str) -> None:
+    path = tmp_path / "relay.toml"
+    path.write_text(f'[database]\ndsn = "{database.dsn}"\n[source]\nmode = "{mode}"\n')
+    [line] = [line for line in printed(["status", "-c", str(path)]).splitlines() if line.startswith("slot")]
+    assert says in line
+    assert ("the first `relay run` makes it" in line) == (mode == "auto")
