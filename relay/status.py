@@ -12,15 +12,17 @@ from psycopg import sql
 from relay import __version__
 from relay.adopt import condition
 from relay.config import Config, Outbox
-from relay.errors import ContractError, SourceUnavailable
+from relay.errors import AuthError, ContractError, SourceUnavailable
 from relay.lsn import LSN
 from relay.outbox import ClaimColumns
-from relay.source.session import Session, connect
+from relay.source.session import Session, connect, refuse_standby
 from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, split, table_info
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_CHECKPOINT = "public.outbox_relay_checkpoint"
+_DEAD_LETTERS = "public.outbox_dead_letters"
 _PHASES = {
     "stream": "streaming",
     "poll": "polling",
@@ -33,10 +35,25 @@ _STYLES = {"streaming": "green", "polling": "yellow", "recovering": "yellow", "s
 
 
 async def status(config: Config) -> dict[str, Any]:
-    """The face of `relay status --json`; raises only when Postgres cannot be reached."""
+    """The face of `relay status --json`; raises when Postgres cannot be reached, or does not let us see."""
     # Counting a huge backlog must not keep the answer waiting for ever.
     async with await connect(config.database, "relay status", options="-c statement_timeout=30s") as session:
+        await refuse_standby(session)
+        await _refuse_blindness(session)
         return await read(session, config)
+
+
+async def _refuse_blindness(session: Session) -> None:
+    """A table that we may not read would look like one that is not there: the relay would seem never to have run."""
+    found = [(table, await table_info(session, table)) for table in (_CHECKPOINT, _DEAD_LETTERS)]
+    hidden = [table for table, info in found if info is not None and not info.can_select]
+    if hidden:
+        ((user,),) = await fetch(session, "SELECT current_user::text")
+        role = sql.Identifier(user).as_string(None)
+        raise AuthError(
+            f"{user} may not read {', '.join(hidden)}",
+            hint=f"GRANT USAGE ON SCHEMA public TO {role}; GRANT SELECT ON {', '.join(hidden)} TO {role};",
+        )
 
 
 async def read(session: Session, config: Config) -> dict[str, Any]:
@@ -101,7 +118,7 @@ def _slot(server: ServerInfo, slot: SlotInfo | None, name: str) -> dict[str, Any
 
 
 async def _checkpoint(session: Session, relay: str) -> dict[str, Any] | None:
-    if not await _readable(session, "public.outbox_relay_checkpoint"):
+    if not await _readable(session, _CHECKPOINT):
         return None
     rows = await fetch(
         session,
@@ -132,7 +149,7 @@ async def _locked(session: Session, relay: str) -> bool:
 
 
 async def _dead_letters(session: Session, relay: str) -> int | None:
-    if not await _readable(session, "public.outbox_dead_letters"):
+    if not await _readable(session, _DEAD_LETTERS):
         return None
     query = "SELECT count(*) FROM public.outbox_dead_letters WHERE relay = %s AND state <> 'resolved'"
     return int((await fetch(session, query, relay))[0][0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from relay.config import Config
 from relay.singleton import TAKEOVER
-from relay.source.session import connect
+from relay.source.session import connect, refuse_standby
 from relay.source.slot import fetch
 
 _PATIENCE = 5.0
@@ -31,6 +31,7 @@ class Ended:
 async def takeover(config: Config) -> list[Ended]:
     """End the sessions of the active relay; empty if there is none."""
     async with await connect(config.database, "relay takeover") as session:
+        await refuse_standby(session)
         await fetch(session, f"SELECT pg_try_advisory_lock({TAKEOVER})", config.relay.name)
         ended = []
         for pid, role, name, client in await fetch(session, _SESSIONS, config.relay.name, config.source.slot):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from contextlib import closing
@@ -13,10 +14,13 @@ import pytest
 from rich.console import Console
 
 from relay.config import Config
-from relay.errors import SourceUnavailable
+from relay.embedded import PostgresServer
+from relay.errors import AuthError, SetupError, SourceUnavailable
 from relay.setup import setup
 from relay.status import render, status
+from relay.takeover import takeover
 from tests.fix_postgres import Database
+from tests.scene import copy_of
 
 
 @pytest.fixture(params=["database15", "database16", "database"])
@@ -151,3 +155,36 @@ async def test_a_relay_that_polls_has_no_slot(database: Database, tmp_path: Path
     [line] = [line for line in printed(["status", "-c", str(path)]).splitlines() if line.startswith("slot")]
     assert says in line
     assert ("the first `relay run` makes it" in line) == (mode == "auto")
+
+
+async def test_a_role_that_may_not_look_is_told_so(any_database: Database, config: Config, prefix: str) -> None:
+    """It does not see a relay that never ran."""
+    await setup(config)
+    any_database.execute(CHECKPOINT)
+    any_database.execute(f"CREATE ROLE {prefix} LOGIN; REVOKE USAGE ON SCHEMA public FROM PUBLIC")
+    try:
+        source = {"slot": prefix}
+        theirs = Config.model_validate({"database": {"dsn": any_database.dsn_for(prefix)}, "source": source})
+        tables = "public.outbox_relay_checkpoint, public.outbox_dead_letters"
+        with pytest.raises(AuthError, match=f"{prefix} may not read {tables}") as refused:
+            await status(theirs)
+        any_database.execute(refused.value.hint)
+        found = await status(theirs)
+        assert (found["checkpoint"]["epoch"], found["dead_letters"]) == (3, 0)
+        assert found["pending"] is None  # the outbox table is another matter: what it does not know it calls unknown
+    finally:
+        any_database.execute(f"DROP OWNED BY {prefix}; DROP ROLE {prefix}")
+
+
+async def test_a_standby_cannot_tell(own_postgres: PostgresServer) -> None:
+    await setup(Config.model_validate({"database": {"dsn": own_postgres.dsn()}}))
+    standby = await asyncio.to_thread(copy_of, own_postgres, "-R")
+    try:
+        await asyncio.to_thread(standby.start)
+        config = Config.model_validate({"database": {"dsn": standby.dsn()}})
+        for command in (status, takeover):
+            with pytest.raises(SetupError, match="this server is a standby") as refused:
+                await command(config)
+            assert refused.value.hint == "point database.dsn at the primary"
+    finally:
+        standby.close()
