@@ -66,6 +66,46 @@ async def test_without_a_checkpoint_there_is_nothing_to_adopt(tmp_path: Path, se
         await adopt_timeline(config_of(sections), "checkpoint")
 
 
+@pytest.mark.parametrize("published", ["checkpoint", "nothing", "everything"])
+async def test_on_its_own_server_there_is_nothing_to_adopt(
+    tmp_path: Path, database: Database, sections: dict[str, Any], prefix: str, published: Any
+) -> None:
+    """What was written while the relay was down is pending; nobody may call it published."""
+    path = await prepare(tmp_path, sections)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        await relay.stopped()
+    database.execute(f"INSERT INTO outbox_events (topic, aggregate_id, payload) VALUES ('{prefix}.a', 'k', '{{}}')")
+    row = "SELECT to_jsonb(c) - 'snap' || jsonb_build_object('snap', snap::text) FROM outbox_relay_checkpoint c"
+    before = database.query(row)
+
+    with pytest.raises(SetupError, match="nothing to adopt: the checkpoint is of this server"):
+        await adopt_timeline(config_of(sections), published)
+
+    assert database.query(row) == before
+    with RelayProcess(path) as relay:
+        await relay.has_published(1)
+        await relay.stopped()
+
+
+@pytest.mark.parametrize("moved", ["system_identifier = '1'", "timeline = 7", "lsn = 'FFFFFFFF/0'"])
+async def test_what_another_server_wrote_is_adopted_and_may_be_decided_anew_until_the_relay_has_run(
+    tmp_path: Path, database: Database, sections: dict[str, Any], moved: str
+) -> None:
+    path = await prepare(tmp_path, sections)
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        await relay.stopped()
+    database.execute(f"UPDATE outbox_relay_checkpoint SET {moved}")
+    await adopt_timeline(config_of(sections), "everything")
+    assert (await adopt_timeline(config_of(sections), "nothing")).snapshot == "3:3:"
+    with RelayProcess(path) as relay:
+        await relay.streaming()
+        await relay.stopped()
+    with pytest.raises(SetupError, match="nothing to adopt"):
+        await adopt_timeline(config_of(sections), "everything")
+
+
 @pytest.mark.guarantee("G5")
 @pytest.mark.parametrize(("published", "again"), [("checkpoint", 0), ("nothing", 20), ("everything", 0)])
 async def test_a_checkpoint_of_another_server_stops_the_relay_until_the_operator_decides(
