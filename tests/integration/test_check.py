@@ -11,6 +11,7 @@ import pytest
 from relay.check import Finding, check, exit_code
 from relay.config import Config
 from relay.embedded import PostgresServer
+from relay.errors import ContractError
 from relay.setup import setup
 from tests.fix_postgres import Database
 
@@ -68,6 +69,25 @@ async def test_nothing_was_set_up(any_database: Database, prefix: str) -> None:
         "outbox_relay_requests",
         "publication outbox_relay",
     }
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"preset": "debezium"}, 'remove preset = "debezium"'),
+        ({"table": "mine", "columns": {"id": "number"}}, "create it with the columns"),
+        ({"table": "mine", "header_columns": {"tenant": "tenant"}}, "create it with the columns"),
+    ],
+)
+async def test_a_table_that_setup_cannot_make(database: Database, block: dict[str, Any], says: str) -> None:
+    config = config_of(database, outbox=[block])
+    [finding] = [finding for finding in await bad(config) if finding.subject == config.outbox[0].table]
+    assert finding.message == "the table does not exist"
+    assert says in finding.remedy
+    assert not finding.remedy.startswith("run `relay setup`")
+    with pytest.raises(ContractError) as refused:
+        await setup(config)
+    assert refused.value.hint == finding.remedy
 
 
 FAULTS = [

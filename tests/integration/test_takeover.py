@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
-from relay.errors import SetupError, SlotBusy
+from relay.config import Config
+from relay.errors import AuthError, SetupError, SlotBusy
 from relay.takeover import takeover
 from relay.timeline import adopt_timeline
 from tests.fix_nats import Nats
@@ -50,6 +53,30 @@ async def test_a_takeover_makes_the_stand_by_active_and_the_other_one_stand_by(
             await second.stopped()
             await first.streaming()
         await first.stopped()
+
+
+@pytest.mark.parametrize("name", ["database15", "database"])
+async def test_a_takeover_without_the_right_to_it_says_which_one(
+    request: pytest.FixtureRequest, prefix: str, name: str
+) -> None:
+    database: Database = request.getfixturevalue(name)
+    lock = "SELECT pg_try_advisory_lock(hashtextextended('outbox_relay:outbox_relay', 0))"
+    database.execute(f"CREATE ROLE {prefix}a LOGIN; CREATE ROLE {prefix}b LOGIN")
+    config = Config.model_validate({"database": {"dsn": database.dsn_for(f"{prefix}b")}, "source": {"slot": prefix}})
+    try:
+        with closing(psycopg.connect(database.dsn, autocommit=True)) as relay:
+            relay.execute(lock.encode())
+            with pytest.raises(AuthError) as refused:
+                await takeover(config)
+            assert "as a superuser" in refused.value.hint
+        with closing(psycopg.connect(database.dsn_for(f"{prefix}a"), autocommit=True)) as relay:
+            await eventually(lambda: relay.execute(lock.encode()).fetchone() == (True,), "the lock is free")
+            with pytest.raises(AuthError) as refused:
+                await takeover(config)
+            database.execute(refused.value.hint)
+            assert [each.role for each in await takeover(config)] == ["lock"]
+    finally:
+        database.execute(f"DROP ROLE {prefix}a, {prefix}b")
 
 
 async def test_a_running_relay_is_not_adopted(tmp_path: Path, sections: dict[str, Any]) -> None:
