@@ -27,7 +27,7 @@ from relay.check_tables import (
     relay_table_findings,
     write_back_findings,
 )
-from relay.config import Config
+from relay.config import Config, Outbox
 from relay.errors import ContractError, RelayError
 from relay.finding import Finding, exit_code, render, size
 from relay.setup_found import written
@@ -36,6 +36,7 @@ from relay.source.session import Session, connect
 from relay.source.slot import (
     ServerInfo,
     SlotInfo,
+    TableInfo,
     fetch,
     identify,
     publication_info,
@@ -92,7 +93,11 @@ async def _inspect(session: Session, config: Config, standbys: Sequence[str]) ->
     server = await server_info(session)
     slot = await slot_info(session, config.source.slot)
     ((backend,),) = await fetch(session, "SELECT pg_backend_pid()")
-    findings = [*_server(server, slot), _direct(backend == session.pgconn.backend_pid), await _replication(config)]
+    streams = config.source.mode != "poll"  # polling needs no slot, no publication, and no right to replicate
+    findings = list(_server(server, streams=streams))
+    findings += list(_streaming(server, slot)) if streams else []
+    findings.append(_direct(backend == session.pgconn.backend_pid))
+    findings += [await _replication(config)] if streams else []
     tables = [(outbox, await table_info(session, outbox.table)) for outbox in config.outbox]
     for outbox, table in tables:
         findings += list(outbox_findings(outbox, table, server.user))
@@ -104,29 +109,35 @@ async def _inspect(session: Session, config: Config, standbys: Sequence[str]) ->
             else:
                 findings += await write_back_findings(session, outbox, table, server.user, columns) if columns else []
     findings += await relay_table_findings(session, server.user)
-    if config.source.plugin == "pgoutput":
-        publication = await publication_info(session, config.source.publication)
-        findings += list(publication_findings(publication, [table or absent(outbox) for outbox, table in tables]))
-        for outbox, table in tables:
-            findings += generated_findings(outbox, table, publication, server) if table else []
-    else:  # a plugin with a filter of its own needs no publication
-        findings += await plugin_findings(session, config.source.plugin)
+    findings += await _published(session, config, server, tables) if streams else []
     heals = config.source.mode == "auto" and all(table and recoverable(outbox, table) for outbox, table in tables)
     findings += list(slot_findings(slot, server, config, await checkpoint_lsn(session, config), heals=heals))
     if config.source.anchor.slot:
         findings += list(anchor_findings(await slot_info(session, config.source.anchor.slot), server, config))
-    if config.source.failover and config.source.mode != "poll":
+    if config.source.failover and streams:
         findings += await failover_findings(session, config, server, slot, standbys)
-    if slot is None and config.source.mode != "poll":
+    if slot is None and streams:
         findings += await blockers(session)
     return findings
 
 
-def _server(server: ServerInfo, slot: SlotInfo | None) -> Iterator[Finding]:
+async def _published(
+    session: Session, config: Config, server: ServerInfo, tables: Sequence[tuple[Outbox, TableInfo | None]]
+) -> list[Finding]:
+    if config.source.plugin != "pgoutput":  # a plugin with a filter of its own needs no publication
+        return await plugin_findings(session, config.source.plugin)
+    publication = await publication_info(session, config.source.publication)
+    findings = list(publication_findings(publication, [table or absent(outbox) for outbox, table in tables]))
+    for outbox, table in tables:
+        findings += generated_findings(outbox, table, publication, server) if table else []
+    return findings
+
+
+def _server(server: ServerInfo, *, streams: bool) -> Iterator[Finding]:
     major, minor = divmod(server.version_num, 10000)
     if major < 14:
         yield Finding("error", "version", f"PostgreSQL {server.version} is too old", "upgrade to 14 or later")
-    elif minor < _GOOD_MINOR.get(major, 0):
+    elif streams and minor < _GOOD_MINOR.get(major, 0):
         yield Finding(
             "warning",
             "version",
@@ -139,8 +150,12 @@ def _server(server: ServerInfo, slot: SlotInfo | None) -> Iterator[Finding]:
         yield Finding("error", "primary", "this server is a standby", "point database.dsn at the primary")
     else:
         yield Finding("ok", "primary", f"primary of system {server.system_identifier}, timeline {server.timeline}")
+
+
+def _streaming(server: ServerInfo, slot: SlotInfo | None) -> Iterator[Finding]:
+    """Settings that only matter to slots."""
     # From 19 on, `replica` is enough: the server switches by itself when the first logical slot is made.
-    if server.wal_level != "logical" and major < 19:
+    if server.wal_level != "logical" and server.version_num < 190000:
         yield Finding(
             "error",
             "wal_level",

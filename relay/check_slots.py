@@ -112,8 +112,8 @@ def slot_findings(
     slot: SlotInfo | None, server: ServerInfo, config: Config, checkpoint: LSN | None, *, heals: bool
 ) -> Iterator[Finding]:
     subject = f"slot {config.source.slot}"
-    if slot is None and config.source.mode == "poll":
-        yield Finding("ok", subject, 'does not exist: source.mode = "poll" needs none')
+    if config.source.mode == "poll":
+        yield _unneeded(slot, subject)
         return
     if slot is None and checkpoint is None:
         yield Finding("ok", subject, "does not exist yet: the first `relay run` creates it")
@@ -139,6 +139,20 @@ def slot_findings(
         yield Finding("warning", subject, f"will be lost after {size(slot.safe_wal_size)} more of WAL", remedy)
     elif fault is None:
         yield Finding("ok", subject, f"confirmed up to {slot.confirmed_flush_lsn}")
+
+
+def _unneeded(slot: SlotInfo | None, subject: str) -> Finding:
+    if slot is None:
+        return Finding("ok", subject, 'does not exist: source.mode = "poll" needs none')
+    if slot.active:
+        return Finding("ok", subject, f'in use by process {slot.active_pid}: source.mode = "poll" needs none')
+    return Finding(
+        "warning",
+        subject,
+        'keeps WAL, and source.mode = "poll" needs no slot',
+        "`relay run` drops it if this relay streamed from it; if nobody else needs it: "
+        f"SELECT pg_drop_replication_slot('{slot.name}');",
+    )
 
 
 def anchor_findings(anchor: SlotInfo | None, server: ServerInfo, config: Config) -> Iterator[Finding]:

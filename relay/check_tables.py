@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relay.config import Outbox
 from relay.finding import Finding, identifier, qualified
-from relay.setup_found import RELAY_TABLES
+from relay.setup_found import RELAY_TABLES, making, ours
 from relay.source.session import Session
 from relay.source.slot import Column, PublicationInfo, ServerInfo, TableInfo, fetch, split, table_info
 
@@ -26,7 +26,8 @@ def outbox_findings(outbox: Outbox, table: TableInfo | None, user: str) -> Itera
     subject = outbox.table
     name = qualified(outbox.table)
     if table is None:
-        yield Finding("error", subject, "the table does not exist", "run `relay setup`, or correct [[outbox]] table")
+        remedy = "run `relay setup`, or correct [[outbox]] table" if ours(outbox) else making(outbox)
+        yield Finding("error", subject, "the table does not exist", remedy)
         return
     if table.kind not in "rp":
         yield Finding("error", subject, "is not a table", "name the table itself: only tables are in the WAL")

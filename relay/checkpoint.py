@@ -270,11 +270,13 @@ def guard(checkpoint: Checkpoint, system_identifier: str, now: Sample) -> None:
     if checkpoint.system_identifier != system_identifier:
         raise SetupError(
             f"the checkpoint is of another server (system {checkpoint.system_identifier}, this is {system_identifier})",
-            hint=f"after pg_upgrade: UPDATE outbox_relay_checkpoint SET system_identifier = '{system_identifier}'; "
-            "after a dump and restore: delete the row, the relay then publishes the whole table",
+            hint="after pg_upgrade, or a move by physical copy: `relay adopt-timeline`; after a dump and restore: "
+            "`relay adopt-timeline --published nothing` (publishes the whole table) or `--published everything` (only "
+            "what comes)",
         )
     if checkpoint.lsn > now.lsn or checkpoint.snap.xmax > now.snapshot.xmax:
         raise SetupError(
             f"the checkpoint ({checkpoint.lsn}, {checkpoint.snap}) is ahead of the server ({now.lsn}, {now.snapshot})",
-            hint="the row was copied from another server or edited; delete it to publish the whole table anew",
+            hint="the row was copied from another server or edited: `relay adopt-timeline --published nothing` "
+            "publishes the whole table anew, `--published everything` only what comes",
         )

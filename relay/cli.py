@@ -13,7 +13,7 @@ import typer
 
 from relay import __version__, daemon
 from relay.cli_bench import benches
-from relay.cli_frame import ConfigFile, Json, show
+from relay.cli_frame import ConfigFile, Json, printing, show
 from relay.cli_replay import bookmarks, replay
 from relay.errors import ConfigError
 from relay.frame import Explained, go, load
@@ -73,7 +73,8 @@ def setup(
         )
     )
     if dry_run and not json:
-        typer.echo(script(steps))
+        with printing():
+            typer.echo(script(steps))
     else:
         show(steps, render, json=json)
 
@@ -108,7 +109,9 @@ def status(config: ConfigFile = None, json: Json = False) -> None:
     """Say where the relay is, from Postgres alone: works while the relay is down."""
     from relay.status import render, status  # noqa: PLC0415
 
-    show(go(status(load(config))), render, json=json)
+    settings = load(config)
+    polls = settings.source.mode == "poll"
+    show(go(status(settings)), lambda found: render(found, polls=polls), json=json)
 
 
 @app.command()
@@ -140,12 +143,12 @@ def import_debezium(
     """Print the relay.toml for a Debezium outbox configuration, with every option that it cannot translate."""
     from relay.debezium import convert  # noqa: PLC0415
 
-    with Explained():
+    with Explained(), printing():
         try:
             texts = [(str(file), file.read_text("utf-8")) for file in files]
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError([f"cannot be read: {exc}"]) from None
-        typer.echo(convert(texts), nl=False)
+        typer.echo(convert(texts).encode(), nl=False)  # TOML is UTF-8, whatever the terminal is
 
 
 app.command()(replay)

@@ -183,3 +183,21 @@ def written(config: Config, outbox: Outbox, table: TableInfo | None) -> list[str
         table.columns if table else (*Columns.model_fields, "published_at", "attempts", "next_attempt_at", "last_error")
     )
     return list(ClaimColumns.of(outbox, existing).written)
+
+
+def ours(outbox: Outbox) -> bool:
+    """Whether `relay setup` can make the table: it knows the default layout only."""
+    return outbox.columns == Columns() and not outbox.header_columns
+
+
+def making(outbox: Outbox) -> str:
+    """What helps when a table of another layout is missing."""
+    if outbox.preset:
+        return (
+            f"let the application make it, or name the right one in [[outbox]] table; or remove preset = "
+            f'"{outbox.preset}" and let `relay setup` make the default table'
+        )
+    return (
+        "create it with the columns that [outbox.columns] and header_columns name, or name the right one in [[outbox]] "
+        "table; or remove both and let `relay setup` make the default table"
+    )

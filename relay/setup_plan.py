@@ -5,9 +5,9 @@ from __future__ import annotations
 from psycopg import sql
 
 from relay.adopt import Step, adoption, continued
-from relay.config import Columns, Config, Outbox
+from relay.config import Config, Outbox
 from relay.errors import ContractError, SetupError
-from relay.setup_found import RELAY_TABLES, Found, Role, Wish, written
+from relay.setup_found import RELAY_TABLES, Found, Role, Wish, making, ours, written
 from relay.setup_sql import identifier, load, qualified
 from relay.source.slot import split
 
@@ -70,11 +70,10 @@ def _outbox(outbox: Outbox, found: Found, *, partitioned: bool) -> list[Step]:
             grow = f"SELECT {identifier(schema)}.outbox_add_partitions({parent}::regclass);"
             steps.append(Step(f"partitions of {outbox.table}", "present", grow))
         return steps
-    if outbox.columns != Columns() or outbox.header_columns:
+    if not ours(outbox):
         raise ContractError(
             f"the table {outbox.table} does not exist, and its columns are not the default ones",
-            hint="create it with the columns that [outbox.columns] names, or remove that section "
-            "and let `relay setup` create the default table",
+            hint=making(outbox),
         )
     steps = []
     if schema not in found.schemas:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from relay import __version__
 from relay.backlog import backlog
 from relay.config import Config
+from relay.errors import AuthError
 from relay.lsn import LSN
-from relay.source.session import Session, connect
+from relay.source.session import Session, connect, refuse_standby
 from relay.source.slot import ServerInfo, SlotInfo, fetch, server_info, slot_info, table_info
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_CHECKPOINT = "public.outbox_relay_checkpoint"
+_DEAD_LETTERS = "public.outbox_dead_letters"
 _PHASES = {
     "stream": "streaming",
     "poll": "polling",
@@ -29,10 +32,25 @@ _STYLES = {"streaming": "green", "polling": "yellow", "recovering": "yellow", "s
 
 
 async def status(config: Config) -> dict[str, Any]:
-    """The face of `relay status --json`; raises only when Postgres cannot be reached."""
+    """The face of `relay status --json`; raises when Postgres cannot be reached, or does not let us see."""
     # Counting a huge backlog must not keep the answer waiting for ever.
     async with await connect(config.database, "relay status", options="-c statement_timeout=30s") as session:
+        await refuse_standby(session)
+        await _refuse_blindness(session)
         return await read(session, config)
+
+
+async def _refuse_blindness(session: Session) -> None:
+    """A table that we may not read would look like one that is not there: the relay would seem never to have run."""
+    found = [(table, await table_info(session, table)) for table in (_CHECKPOINT, _DEAD_LETTERS)]
+    hidden = [table for table, info in found if info is not None and not info.can_select]
+    if hidden:
+        ((user,),) = await fetch(session, "SELECT current_user::text")
+        role = sql.Identifier(user).as_string(None)
+        raise AuthError(
+            f"{user} may not read {', '.join(hidden)}",
+            hint=f"GRANT USAGE ON SCHEMA public TO {role}; GRANT SELECT ON {', '.join(hidden)} TO {role};",
+        )
 
 
 async def read(session: Session, config: Config) -> dict[str, Any]:
@@ -98,7 +116,7 @@ def _slot(server: ServerInfo, slot: SlotInfo | None, name: str) -> dict[str, Any
 
 
 async def _checkpoint(session: Session, relay: str) -> dict[str, Any] | None:
-    if not await _readable(session, "public.outbox_relay_checkpoint"):
+    if not await _readable(session, _CHECKPOINT):
         return None
     rows = await fetch(
         session,
@@ -135,7 +153,7 @@ def _sum(*counts: int | None) -> int | None:
 
 
 async def _dead_letters(session: Session, relay: str) -> int | None:
-    if not await _readable(session, "public.outbox_dead_letters"):
+    if not await _readable(session, _DEAD_LETTERS):
         return None
     query = "SELECT count(*) FROM public.outbox_dead_letters WHERE relay = %s AND state <> 'resolved'"
     return int((await fetch(session, query, relay))[0][0])
@@ -146,8 +164,8 @@ async def _readable(session: Session, table: str) -> bool:
     return info is not None and info.can_select
 
 
-def render(status: dict[str, Any]) -> RenderableType:
-    """For people."""
+def render(status: dict[str, Any], *, polls: bool = False) -> RenderableType:
+    """For people. `polls`: by its configuration the relay has no slot."""
     from rich.table import Table  # noqa: PLC0415  the running relay reads the status, too, and shows it to nobody
     from rich.text import Text  # noqa: PLC0415
 
@@ -166,6 +184,8 @@ def render(status: dict[str, Any]) -> RenderableType:
         use = "in use" if slot["active"] else "not in use"
         table.add_row("slot", f"{slot['name']}, {use}, WAL {_shown(slot['wal_status'])}{lost}")
         table.add_row("WAL kept", f"{_bytes(slot['retained_bytes'])}, until lost {_bytes(slot['safe_wal_size'])}")
+    elif polls:
+        table.add_row("slot", 'none: source.mode is "poll"')
     else:
         table.add_row("slot", f"{slot['name']} does not exist (the first `relay run` makes it)")
     if anchor := status["anchor"]:

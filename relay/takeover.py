@@ -10,9 +10,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from psycopg import sql
+
 from relay.config import Config
+from relay.errors import AuthError
 from relay.singleton import TAKEOVER
-from relay.source.session import connect
+from relay.source.session import Session, connect, refuse_standby
 from relay.source.slot import fetch
 
 _PATIENCE = 5.0
@@ -31,11 +34,15 @@ class Ended:
 async def takeover(config: Config) -> list[Ended]:
     """End the sessions of the active relay; empty if there is none."""
     async with await connect(config.database, "relay takeover") as session:
+        await refuse_standby(session)
         await fetch(session, f"SELECT pg_try_advisory_lock({TAKEOVER})", config.relay.name)
         ended = []
         for pid, role, name, client in await fetch(session, _SESSIONS, config.relay.name, config.source.slot):
             # Waits until it is gone. False: it went by itself, as the stream does when the lock is lost.
-            await fetch(session, "SELECT pg_terminate_backend(%s, 5000)", pid)
+            try:
+                await fetch(session, "SELECT pg_terminate_backend(%s, 5000)", pid)
+            except AuthError as exc:
+                raise AuthError(str(exc), hint=await _allowance(session, str(exc))) from exc
             ended.append(Ended(pid, role, name, client))
         deadline = time.monotonic() + _PATIENCE
         while ended and time.monotonic() < deadline:  # until a stand-by has it; without any, the old one comes back
@@ -44,6 +51,13 @@ async def takeover(config: Config) -> list[Ended]:
                 break
             await asyncio.sleep(0.05)
     return ended
+
+
+async def _allowance(session: Session, refusal: str) -> str:
+    if "pg_signal_backend" not in refusal:  # a superuser's session: that right does not reach it
+        return "the relay runs as a superuser: run this as one, too, or let the relay have a role of its own"
+    ((user,),) = await fetch(session, "SELECT current_user::text")
+    return f"GRANT pg_signal_backend TO {sql.Identifier(user).as_string(None)};"
 
 
 _SESSIONS = """

@@ -53,6 +53,14 @@ async def connect(database: Database, application_name: str, *, options: str = "
         )
 
 
+async def refuse_standby(session: Session) -> None:
+    """What a standby shows is not how the relay stands: locks and sessions of the primary are not seen there."""
+    with translated():
+        row = await (await session.execute("SELECT pg_is_in_recovery()")).fetchone()
+    if row and row[0]:
+        raise SetupError("this server is a standby", hint="point database.dsn at the primary")
+
+
 def options_of(database: Database, more: str = "") -> str:
     """The session's options: those of the DSN (some hosts choose the server by one) or of PGOPTIONS, then our own."""
     defaults = {each.keyword: each.val for each in pq.Conninfo.get_defaults()}

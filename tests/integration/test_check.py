@@ -11,6 +11,7 @@ import pytest
 from relay.check import Finding, check, exit_code
 from relay.config import Config
 from relay.embedded import PostgresServer
+from relay.errors import ContractError
 from relay.setup import setup
 from tests.fix_postgres import Database
 
@@ -68,6 +69,25 @@ async def test_nothing_was_set_up(any_database: Database, prefix: str) -> None:
         "outbox_relay_requests",
         "publication outbox_relay",
     }
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"preset": "debezium"}, 'remove preset = "debezium"'),
+        ({"table": "mine", "columns": {"id": "number"}}, "create it with the columns"),
+        ({"table": "mine", "header_columns": {"tenant": "tenant"}}, "create it with the columns"),
+    ],
+)
+async def test_a_table_that_setup_cannot_make(database: Database, block: dict[str, Any], says: str) -> None:
+    config = config_of(database, outbox=[block])
+    [finding] = [finding for finding in await bad(config) if finding.subject == config.outbox[0].table]
+    assert finding.message == "the table does not exist"
+    assert says in finding.remedy
+    assert not finding.remedy.startswith("run `relay setup`")
+    with pytest.raises(ContractError) as refused:
+        await setup(config)
+    assert refused.value.hint == finding.remedy
 
 
 FAULTS = [
@@ -213,6 +233,34 @@ async def test_a_prepared_transaction_delays_the_first_run(start_postgres: Calla
         assert "prepared transaction it's" in blocked.message
         assert (level.level, "ALTER SYSTEM" in level.remedy) == ("error", True)
         connection.execute(blocked.remedy.rpartition("or  ")[2].encode())
+
+
+async def test_polling_needs_nothing_that_only_a_stream_needs(start_postgres: Callable[..., PostgresServer]) -> None:
+    settings = {"wal_level": "replica", "max_replication_slots": 0, "max_wal_senders": 0}
+    server = start_postgres("15", settings=settings)
+    config = Config.model_validate({"database": {"dsn": server.dsn()}, "source": {"mode": "poll"}})
+    await setup(config)
+    server.execute("DROP PUBLICATION outbox_relay; CREATE ROLE poller LOGIN")
+    server.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO poller")
+    dsn = server.dsn(user="poller")
+    findings = await check(Config.model_validate({"database": {"dsn": dsn}, "source": {"mode": "poll"}}), broker=False)
+    assert [finding for finding in findings if finding.level != "ok"] == []
+    assert {"version", "primary", "connection", "public.outbox_events"} <= {finding.subject for finding in findings}
+    streamed = await check(Config.model_validate({"database": {"dsn": dsn}}), broker=False)
+    assert {"wal_level", "replication", "publication outbox_relay", "max_wal_senders"} <= {
+        finding.subject for finding in streamed if finding.level == "error"
+    }
+
+
+async def test_a_slot_that_polling_does_not_need_keeps_wal(database: Database, prefix: str) -> None:
+    config = config_of(database)
+    await setup(config)
+    database.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", prefix)
+    polling = Config.model_validate({"database": {"dsn": database.dsn}, "source": {"slot": prefix, "mode": "poll"}})
+    [finding] = await bad(polling)
+    assert (finding.level, "keeps WAL" in finding.message) == ("warning", True)
+    database.execute(finding.remedy.partition("needs it: ")[2])
+    assert await bad(polling) == []
 
 
 async def test_the_settings_of_18(start_postgres: Callable[..., PostgresServer]) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from contextlib import closing
 from io import StringIO
+from pathlib import Path
 
 import psycopg
 import pytest
 from rich.console import Console
 
 from relay.config import Config
-from relay.errors import SourceUnavailable
+from relay.embedded import PostgresServer
+from relay.errors import AuthError, SetupError, SourceUnavailable
 from relay.setup import setup
 from relay.status import render, status
+from relay.takeover import takeover
 from tests.fix_postgres import Database
+from tests.scene import copy_of
 
 
 @pytest.fixture(params=["database15", "database16", "database"])
@@ -32,6 +39,11 @@ def shown(found: dict[str, object]) -> str:
     out = StringIO()
     Console(file=out, width=120).print(render(found))
     return out.getvalue()
+
+
+def printed(arguments: list[str]) -> str:
+    done = subprocess.run([sys.executable, "-m", "relay", *arguments], capture_output=True, check=True, timeout=60)
+    return done.stdout.decode()
 
 
 INSERT = "INSERT INTO outbox_events (topic) VALUES ('t')"
@@ -134,3 +146,45 @@ async def test_postgres_cannot_be_reached(unused_tcp_port: int) -> None:
     dsn = f"postgresql://postgres@127.0.0.1:{unused_tcp_port}/postgres"
     with pytest.raises(SourceUnavailable):
         await status(Config.model_validate({"database": {"dsn": dsn}}))
+
+
+@pytest.mark.parametrize(("mode", "says"), [("poll", 'none: source.mode is "poll"'), ("auto", "does not exist")])
+async def test_a_relay_that_polls_has_no_slot(database: Database, tmp_path: Path, mode: str, says: str) -> None:
+    path = tmp_path / "relay.toml"
+    path.write_text(f'[database]\ndsn = "{database.dsn}"\n[source]\nmode = "{mode}"\n')
+    [line] = [line for line in printed(["status", "-c", str(path)]).splitlines() if line.startswith("slot")]
+    assert says in line
+    assert ("the first `relay run` makes it" in line) == (mode == "auto")
+
+
+async def test_a_role_that_may_not_look_is_told_so(any_database: Database, config: Config, prefix: str) -> None:
+    """It does not see a relay that never ran."""
+    await setup(config)
+    any_database.execute(CHECKPOINT)
+    any_database.execute(f"CREATE ROLE {prefix} LOGIN; REVOKE USAGE ON SCHEMA public FROM PUBLIC")
+    try:
+        source = {"slot": prefix}
+        theirs = Config.model_validate({"database": {"dsn": any_database.dsn_for(prefix)}, "source": source})
+        tables = "public.outbox_relay_checkpoint, public.outbox_dead_letters"
+        with pytest.raises(AuthError, match=f"{prefix} may not read {tables}") as refused:
+            await status(theirs)
+        any_database.execute(refused.value.hint)
+        found = await status(theirs)
+        assert (found["checkpoint"]["epoch"], found["dead_letters"]) == (3, 0)
+        assert found["pending"] is None  # the outbox table is another matter: what it does not know it calls unknown
+    finally:
+        any_database.execute(f"DROP OWNED BY {prefix}; DROP ROLE {prefix}")
+
+
+async def test_a_standby_cannot_tell(own_postgres: PostgresServer) -> None:
+    await setup(Config.model_validate({"database": {"dsn": own_postgres.dsn()}}))
+    standby = await asyncio.to_thread(copy_of, own_postgres, "-R")
+    try:
+        await asyncio.to_thread(standby.start)
+        config = Config.model_validate({"database": {"dsn": standby.dsn()}})
+        for command in (status, takeover):
+            with pytest.raises(SetupError, match="this server is a standby") as refused:
+                await command(config)
+            assert refused.value.hint == "point database.dsn at the primary"
+    finally:
+        standby.close()

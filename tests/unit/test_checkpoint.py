@@ -108,4 +108,5 @@ def test_a_checkpoint_of_another_server_or_of_the_future_is_refused(changes: dic
     """Postgres would skip silently up to an LSN that lies ahead of it."""
     with pytest.raises(SetupError) as caught:
         guard(saved(**changes), "7", NOW)
-    assert caught.value.hint
+    assert "`relay adopt-timeline" in caught.value.hint
+    assert not {"UPDATE", "delete"} & set(caught.value.hint.split())
