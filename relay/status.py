@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from psycopg import sql
+
 from relay import __version__
 from relay.backlog import backlog
 from relay.config import Config
