@@ -143,6 +143,35 @@ async def test_the_older_of_two_is_refused_and_its_transaction_never_shows(
     assert [item.seq for item in await committed(kafka, prefix)] == [0, 2]
 
 
+async def test_an_opening_that_was_given_up_fences_nobody(kafka: Kafka, prefix: str) -> None:
+    """As at the first start: an empty recovery ends before its sink is open, and the stream opens it at once again."""
+
+    async def one(number: int) -> None:
+        name, options = f"{prefix}-{number}", {"bootstrap.servers": kafka.bootstrap}
+        section = config.Kafka(
+            mode="exactly-once",
+            create_topics=True,
+            topics=(prefix,),
+            transactional_id=name,
+            position_topic=f"{prefix}-positions",
+            options=options,
+        )
+        sink = ExactlyOnceKafkaSink(section)
+        sink.resume({}, ORIGIN)
+        opening = asyncio.ensure_future(sink.open())
+        await asyncio.sleep(0.005 * number)
+        opening.cancel()
+        await asyncio.wait((opening,))
+        await sink.open()
+        await asyncio.sleep(1.5)  # what was given up could take over meanwhile
+        await sink.publish(batch_of([event(number, prefix)]))
+        await sink.close()
+
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    await asyncio.gather(*map(one, range(20)))
+    assert len(await committed(kafka, prefix)) == 20
+
+
 async def test_marks_do_not_pass_what_may_still_come(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
     """A recovery asks in another order: what it has not asked for yet must be found again after another crash."""
     sink = await open_sink(topics=(prefix,), partitions=1)
