@@ -103,10 +103,6 @@ def producer_options(user: Mapping[str, Option]) -> dict[str, Option]:
     return options
 
 
-def legal_topic(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) is not None and name not in {".", ".."}
-
-
 def topic_missing(names: list[str]) -> SetupError:
     """One remedy per topic, to paste."""
     listed = ", ".join(names)
@@ -146,6 +142,15 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
         (AuthError, _AUTH_HINT),
     ),
     **dict.fromkeys((*_MISSING, _E.TOPIC_EXCEPTION), (SetupError, _TOPIC_HINT)),
+    _E.INVALID_TRANSACTION_TIMEOUT: (
+        SetupError,
+        'lower "transaction.timeout.ms" in sink.kafka.options, or raise transaction.max.timeout.ms of the brokers',
+    ),
+    _E.INVALID_PARTITIONS: (SetupError, "change sink.kafka.partitions: at least 1, or -1 for the broker's default"),
+    _E.INVALID_REPLICATION_FACTOR: (
+        SetupError,
+        "change sink.kafka.replication_factor: at most as many as there are brokers, or -1 for the broker's default",
+    ),
     _E.POLICY_VIOLATION: (OperatorError, "a policy of the cluster forbids it: ask its administrators"),
     _E.INVALID_TIMESTAMP: (
         OperatorError,

@@ -299,6 +299,21 @@ async def test_message_sets_too_large_for_the_topic_are_nobodys_fault(
     assert order_per_key(await committed(kafka, prefix)) == {b"k%d" % n: list(range(n, 300, 5)) for n in range(5)}
 
 
+@pytest.mark.parametrize(
+    ("options", "section", "key"),
+    [
+        ({"transaction.timeout.ms": 2_000_000}, {}, "transaction.timeout.ms"),
+        ({}, {"replication_factor": 30}, "sink.kafka.replication_factor"),
+    ],
+)
+async def test_what_the_broker_never_grants_is_not_tried_again(
+    open_sink: OpenSink, options: dict[str, Any], section: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        await open_sink(options=options, **section)
+    assert key in caught.value.hint
+
+
 async def test_a_topic_that_was_made_again(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
     with pytest.raises(SetupError, match="stored events up to 700") as caught:
         await open_sink({f"{prefix}/0": 700}, topics=(prefix,))
