@@ -254,10 +254,13 @@ def translate_transaction(error: Any, doing: str) -> RelayError:
     """The same for the transactional API: a transaction that cannot go on, or was taken from us, is tried anew."""
     text = f"{doing}: {error.str()} ({error.name()})"
     if error.code() in _FENCED:
+        # The broker takes the epoch away in both cases, and librdkafka tells them by the same codes.
         return SinkUnavailable(
-            f"{text}: another producer took over our transactional id",
-            hint="if no other relay of this name took over, give each relay its own relay.name or "
-            "sink.kafka.transactional_id",
+            f"{text}: another producer took over our transactional id, or the broker aborted a transaction of ours "
+            "that took longer than transaction.timeout.ms",
+            hint="if another relay took over that should not, give each its own relay.name or "
+            'sink.kafka.transactional_id; if there is none, raise "transaction.timeout.ms" in sink.kafka.options or '
+            "lower sink.kafka.transaction_events",
         )
     failure = translate(error, doing)
     if type(failure) is ProtocolError and (error.txn_requires_abort() or error.fatal()):

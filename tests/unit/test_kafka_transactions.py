@@ -28,8 +28,8 @@ _USER: dict[str, Option] = {
 def test_a_producer_that_was_fenced_tries_anew_and_says_why(code: int) -> None:
     failure = translate_transaction(KafkaError(code), "commit")
     assert isinstance(failure, SinkUnavailable)
-    assert "took over" in str(failure)
-    assert "transactional_id" in failure.hint
+    assert "took over" in str(failure) and "transaction.timeout.ms" in str(failure)  # they cannot be told apart
+    assert "transactional_id" in failure.hint and "transaction.timeout.ms" in failure.hint
 
 
 def test_an_unknown_error_stops_unless_the_transaction_can_be_aborted() -> None:
