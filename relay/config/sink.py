@@ -132,6 +132,11 @@ class JetStream(Section):
         return self
 
 
+def legal_topic(name: str) -> bool:
+    """Kafka's rule."""
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) is not None and name not in {".", ".."}
+
+
 class SecretFile(Section):
     file: Path
 
@@ -163,10 +168,10 @@ class Kafka(Section):
     create_topics: bool = Field(False, description="Create topics that are missing.")
     topics: Words = Field((), description="Topics to check (or create) at start; others are checked when first used.")
     partitions: int = Field(
-        -1, ge=-1, description="Partitions of topics that the relay creates; -1 is the broker's default."
+        -1, ge=-1, le=100_000, description="Partitions of topics that the relay creates; -1 is the broker's default."
     )
     replication_factor: int = Field(
-        -1, ge=-1, description="Replicas of topics that the relay creates; -1 is the broker's default."
+        -1, ge=-1, le=10_000, description="Replicas of topics that the relay creates; -1 is the broker's default."
     )
     connect_timeout: Positive = Field(10.0, description="Longest wait for the brokers' metadata.")
     options: Annotated[dict[str, KafkaOption], BeforeValidator(parsed)] = Field(
@@ -175,6 +180,21 @@ class Kafka(Section):
         description='librdkafka\'s own names, passed through; `{ file = "…" }` reads a secret. '
         "In the environment write `_` for `.`.",
     )
+
+    @field_validator("position_topic", "topics")
+    @classmethod
+    def _legal(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in (value,) if isinstance(value, str) else value:
+            if not legal_topic(name):
+                raise ValueError(f"{name!r} is not a topic: at most 249 letters, digits, dots, underscores and hyphens")
+        return value
+
+    @field_validator("partitions", "replication_factor")
+    @classmethod
+    def _not_none(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("must be at least 1, or -1 for the broker's default")
+        return value
 
     def librdkafka(self) -> dict[str, bool | int | float | str]:
         """The options with secrets read from their files: for connecting, never for showing."""

@@ -27,12 +27,13 @@ from dataclasses import dataclass
 import structlog
 
 from relay import config
+from relay.config.sink import legal_topic
 from relay.errors import EventRejected, RelayError, SinkUnavailable
 from relay.event import Batch, Rejected
 from relay.sink import failed
 from relay.sink.kafka_blocking import Blocked, block
 from relay.sink.kafka_flight import Content, Flight
-from relay.sink.kafka_policy import legal_topic, producer_options, topic_missing
+from relay.sink.kafka_policy import producer_options, topic_missing
 from relay.sink.kafka_producer import Logs
 from relay.sink.kafka_session import Session
 from relay.sink.kafka_topics import create_topics

@@ -53,7 +53,7 @@ class Admission:
                 timeout=section.connect_timeout,
                 settings=_POSITIONS,
             )
-        except SinkUnavailable:
+        except (SinkUnavailable, SetupError):  # it says itself what to change
             raise
         except RelayError as exc:
             raise SetupError(

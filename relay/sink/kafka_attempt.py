@@ -13,6 +13,7 @@ import orjson
 from confluent_kafka import KafkaError, KafkaException
 
 from relay import config
+from relay.config.sink import legal_topic
 from relay.errors import EventRejected
 from relay.event import Event, Rejected
 from relay.sink.kafka_admission import Admission
@@ -20,7 +21,7 @@ from relay.sink.kafka_blocking import Blocked, behind, block
 from relay.sink.kafka_client import GRACE, SLICE, Client
 from relay.sink.kafka_marks import Marks
 from relay.sink.kafka_parts import Flight, Part, Rejections
-from relay.sink.kafka_policy import CONSEQUENCES, fault, legal_topic, translate_transaction
+from relay.sink.kafka_policy import CONSEQUENCES, fault, translate_transaction
 from relay.sink.kafka_topics import destination
 
 _TRIES = 3

@@ -19,7 +19,7 @@ from relay.sink.kafka_policy import CONSEQUENCES, Option, translate, translate_t
 from relay.sink.kafka_producer import Logs, make_producer
 
 SLICE = 0.25  # how soon the thread notices that it shall end, while it waits for the broker
-GRACE = 1.0  # how long closing waits for an open transaction to be aborted
+GRACE = 1.0  # how long closing waits for an open transaction to be aborted, or for a take-over to be answered
 
 
 class Client:
@@ -66,8 +66,11 @@ class Client:
         elif error.fatal():
             self.note(translate_transaction(error, "Kafka"), vague=error.code() in CONSEQUENCES)
 
-    def ask(self, call: Callable[[float], object], patience: float) -> None:
-        """A call of the transactional API, repeated while it may still succeed."""
+    def ask(self, call: Callable[[float], object], patience: float, grace: float = 0.0) -> None:
+        """A call of the transactional API, repeated while it may still succeed.
+
+        `grace`: how long it may go on when the session shall end.
+        """
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -77,7 +80,10 @@ class Client:
                 error = exc.args[0]
                 if not error.retriable() or time.monotonic() > deadline:
                     raise
-            self.check()
+            if self.ending:
+                grace -= SLICE
+                if grace < 0:
+                    self.check()
             self.producer.poll(0)
 
     def begin(self) -> None:

@@ -76,9 +76,12 @@ class ExactlyOnceKafkaSink:
             raise
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        session = self._session
+        if session is None:
+            return
+        await session.close()  # cancelled here, it is still ours: the next `open` waits for its end
+        if self._session is session:
+            self._session = None
             self._duplicates += session.marks.duplicates
             if session.shrink:
                 size = int(self._options.get("batch.size", _BATCH_SIZE))

@@ -17,7 +17,7 @@ from relay import config
 from relay.errors import SetupError, SinkUnavailable
 from relay.sink import kafka_hanging, kafka_topics
 from relay.sink.kafka_admission import Admission
-from relay.sink.kafka_client import Client
+from relay.sink.kafka_client import GRACE, Client
 from relay.sink.kafka_marks import Marks
 from relay.sink.kafka_policy import translate_transaction
 from relay.sink.kafka_readback import read_ids, read_position
@@ -49,6 +49,7 @@ class Opening:
         """Afterwards the configured topics are admitted, and the marks say what is stored."""
         section = self._section
         self._take_over()
+        self._client.check()
         admission.refresh()
         admission.make_position_topic()
         admission.admit(section.topics)
@@ -82,7 +83,8 @@ class Opening:
     def _take_over(self) -> None:
         section = self._section
         try:
-            self._client.ask(self._client.producer.init_transactions, section.connect_timeout)
+            # A request that is left alone may reach the broker after the next session's, and fence that one.
+            self._client.ask(self._client.producer.init_transactions, section.connect_timeout, GRACE)
         except KafkaException as exc:
             error = exc.args[0]
             if error.retriable():

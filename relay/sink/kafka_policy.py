@@ -103,10 +103,6 @@ def producer_options(user: Mapping[str, Option]) -> dict[str, Option]:
     return options
 
 
-def legal_topic(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) is not None and name not in {".", ".."}
-
-
 def topic_missing(names: list[str]) -> SetupError:
     """One remedy per topic, to paste."""
     listed = ", ".join(names)
@@ -146,6 +142,15 @@ _CLASSES: dict[int, tuple[type[RelayError], str]] = {
         (AuthError, _AUTH_HINT),
     ),
     **dict.fromkeys((*_MISSING, _E.TOPIC_EXCEPTION), (SetupError, _TOPIC_HINT)),
+    _E.INVALID_TRANSACTION_TIMEOUT: (
+        SetupError,
+        'lower "transaction.timeout.ms" in sink.kafka.options, or raise transaction.max.timeout.ms of the brokers',
+    ),
+    _E.INVALID_PARTITIONS: (SetupError, "change sink.kafka.partitions: at least 1, or -1 for the broker's default"),
+    _E.INVALID_REPLICATION_FACTOR: (
+        SetupError,
+        "change sink.kafka.replication_factor: at most as many as there are brokers, or -1 for the broker's default",
+    ),
     _E.POLICY_VIOLATION: (OperatorError, "a policy of the cluster forbids it: ask its administrators"),
     _E.INVALID_TIMESTAMP: (
         OperatorError,
@@ -249,10 +254,13 @@ def translate_transaction(error: Any, doing: str) -> RelayError:
     """The same for the transactional API: a transaction that cannot go on, or was taken from us, is tried anew."""
     text = f"{doing}: {error.str()} ({error.name()})"
     if error.code() in _FENCED:
+        # The broker takes the epoch away in both cases, and librdkafka tells them by the same codes.
         return SinkUnavailable(
-            f"{text}: another producer took over our transactional id",
-            hint="if no other relay of this name took over, give each relay its own relay.name or "
-            "sink.kafka.transactional_id",
+            f"{text}: another producer took over our transactional id, or the broker aborted a transaction of ours "
+            "that took longer than transaction.timeout.ms",
+            hint="if another relay took over that should not, give each its own relay.name or "
+            'sink.kafka.transactional_id; if there is none, raise "transaction.timeout.ms" in sink.kafka.options or '
+            "lower sink.kafka.transaction_events",
         )
     failure = translate(error, doing)
     if type(failure) is ProtocolError and (error.txn_requires_abort() or error.fatal()):

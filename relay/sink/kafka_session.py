@@ -16,13 +16,14 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
+from relay.config.sink import legal_topic
 from relay.errors import EventRejected, SinkUnavailable
 from relay.event import Batch, Event
 from relay.sink.kafka_blocking import Blocked, behind
 from relay.sink.kafka_contacts import Contact, Contacts
 from relay.sink.kafka_flight import Content, Flight
 from relay.sink.kafka_partition import HASHES
-from relay.sink.kafka_policy import CONSEQUENCES, Option, fault, legal_topic, session_options, translate_event
+from relay.sink.kafka_policy import CONSEQUENCES, Option, fault, session_options, translate_event
 from relay.sink.kafka_producer import Logs
 from relay.sink.kafka_tally import LIBRARY, Tally, tally
 from relay.sink.kafka_thread import GRACE, ReportThread

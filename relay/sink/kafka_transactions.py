@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -79,7 +80,10 @@ class Transactions:
         self._client.fail(error)
 
     async def close(self) -> None:
-        """Ends within moments, whatever the broker does; the thread is a daemon and outlives us at worst a little."""
+        """Ends within moments, whatever the broker does; the thread is a daemon and outlives us at worst a little.
+
+        Else the producer is gone then: while it lived it could take over from the next session's.
+        """
         self.fail(SinkUnavailable("Kafka sink was closed"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), 2 * GRACE)
@@ -94,7 +98,6 @@ class Transactions:
         if not self.opened.done():
             self.opened.set_exception(error)
             self.opened.exception()
-        self.ended.set()
 
     def _set_opened(self) -> None:
         if not self.opened.done():
@@ -119,13 +122,17 @@ class Transactions:
                 self._carry(flights)
         except RelayError as exc:
             client.note(exc)
+            _forget(exc)
         except KafkaException as exc:
             client.note(translate_transaction(exc.args[0], "Kafka client"))
+            _forget(exc)
         except Exception as exc:  # noqa: BLE001  whatever it is: the batches must learn of it
             client.note(SinkUnavailable(f"Kafka client failed: {exc!r}"))
+            _forget(exc)
         client.let_go()
         self._post(self._settle)
         del client.producer  # joins librdkafka's threads: here, not on the loop
+        self._post(self.ended.set)
 
     def _next(self) -> list[Flight]:
         """Whole batches, up to the cap; waits until there is one. Empty: we shall end."""
@@ -156,3 +163,13 @@ class Transactions:
         if split and not delivery.culprits:
             self.shrink = True
             raise SinkUnavailable("Kafka: message sets are too large for the topic; smaller ones from now on")
+
+
+def _forget(error: BaseException | None) -> None:
+    """Empty the frames that an error has come through: they hold the producer, and it would live as long as the error.
+
+    A producer that is left alone goes on in the background: it may take over the transactional id from its successor.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -118,6 +118,9 @@ class Streams:
         try:
             if self._configured:
                 states = [await self._found(connection, stream) for stream in self._configured]
+                pairs = zip(self._configured, states, strict=True)
+                if missing := [stream for stream, state in pairs if state is None and not stream.create]:
+                    raise _missing(missing)
                 window = self._usual_window(states)
                 self.known = [
                     self._checked(stream, state or await self._create(connection, stream, window))
@@ -142,27 +145,20 @@ class Streams:
         listed = "; ".join(f"{stream.name}: {', '.join(stream.subjects) or '-'}" for stream in self.known[:10])
         if len(self.known) > 10:
             listed += f"; and {len(self.known) - 10} more"
-        where = "of the configured streams" if self._configured else "on the server"
+        which = "the configured streams" if self._configured else "the streams on the server"
         raise SetupError(
-            f"no stream for subject {topic}; the streams {where} have {listed or 'no subjects: there are none'}",
+            f"no stream for subject {topic}; {which} have {listed or 'no subjects: there are none'}",
             hint=f"add {topic!r}, or a wildcard that covers it, to a stream's subjects (nats stream edit)"
             + (", and the stream to sink.jetstream.streams" if self._configured else ""),
         )
 
     async def _found(self, connection: NatsConnection, stream: Stream) -> StreamState | None:
-        """None: it is missing, and may be created."""
+        """None: it is missing."""
         try:
             answer = await connection.request(f"{self.prefix}.STREAM.INFO.{stream.name}")
         except ApiError as exc:
             if exc.err_code != _NOT_FOUND:
                 raise
-            if not stream.create:
-                subjects = ",".join(stream.subjects)
-                raise SetupError(
-                    f"stream {stream.name} does not exist",
-                    hint=f"set create = true for it in [[sink.jetstream.streams]], or run: "
-                    f"nats stream add {stream.name} --subjects '{subjects}' --defaults",
-                ) from None
             return None
         return StreamState.of(answer["config"])
 
@@ -231,6 +227,19 @@ class Streams:
             known += [StreamState.of(stream["config"]) for stream in page]
             if not page or len(known) >= answer.get("total", 0):
                 return known
+
+
+def _missing(streams: Sequence[Stream]) -> SetupError:
+    """All of them at once, and one remedy per stream, to paste."""
+    names = ", ".join(stream.name for stream in streams)
+    commands = "; ".join(
+        f"nats stream add {stream.name} --subjects '{','.join(stream.subjects)}' --defaults" for stream in streams
+    )
+    one = len(streams) == 1
+    return SetupError(
+        f"{'stream' if one else 'streams'} {names} {'does' if one else 'do'} not exist",
+        hint=f"set create = true for {'it' if one else 'them'} in [[sink.jetstream.streams]], or run: {commands}",
+    )
 
 
 def _translated(error: ApiError) -> SetupError | SinkUnavailable:

@@ -329,6 +329,30 @@ async def test_settings_that_the_server_never_takes(nats: Nats, prefix: str, sub
     assert f"stream {prefix} cannot be created" in str(error)
 
 
+async def test_all_missing_streams_are_named_at_once(nats: Nats, prefix: str) -> None:
+    streams = tuple(
+        Stream(name=f"{prefix}{name}", subjects=(f"{prefix}.{name}",), create=name == "b") for name in ("a", "b", "c")
+    )
+    error = await refused(configured(nats.url, prefix, streams=streams))
+    assert isinstance(error, SetupError)
+    assert str(error) == f"streams {prefix}a, {prefix}c do not exist"
+    for name in ("a", "c"):
+        assert f"nats stream add {prefix}{name} --subjects '{prefix}.{name}' --defaults" in error.hint
+    async with jetstream(nats.url) as context:
+        assert not [
+            each for each in await context.streams_info() if each.config.name == f"{prefix}b"
+        ]  # nothing is made
+
+
+async def test_a_subject_without_a_stream_names_those_that_there_are(nats: Nats, prefix: str) -> None:
+    async with opened(configured(nats.url, prefix)) as sink:
+        with pytest.raises(SetupError) as caught:
+            await sink.publish(batch_of([make_event(1, topic=f"other{prefix}.a")]))
+    assert (
+        str(caught.value) == f"no stream for subject other{prefix}.a; the configured streams have {prefix}: {prefix}.>"
+    )
+
+
 async def test_a_stream_that_does_not_listen_on_a_configured_subject(nats: Nats, prefix: str) -> None:
     async with jetstream(nats.url) as js:
         await js.add_stream(StreamConfig(name=prefix, subjects=[f"{prefix}.a.*"]))

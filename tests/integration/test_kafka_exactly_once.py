@@ -143,6 +143,35 @@ async def test_the_older_of_two_is_refused_and_its_transaction_never_shows(
     assert [item.seq for item in await committed(kafka, prefix)] == [0, 2]
 
 
+async def test_an_opening_that_was_given_up_fences_nobody(kafka: Kafka, prefix: str) -> None:
+    """As at the first start: an empty recovery ends before its sink is open, and the stream opens it at once again."""
+
+    async def one(number: int) -> None:
+        name, options = f"{prefix}-{number}", {"bootstrap.servers": kafka.bootstrap}
+        section = config.Kafka(
+            mode="exactly-once",
+            create_topics=True,
+            topics=(prefix,),
+            transactional_id=name,
+            position_topic=f"{prefix}-positions",
+            options=options,
+        )
+        sink = ExactlyOnceKafkaSink(section)
+        sink.resume({}, ORIGIN)
+        opening = asyncio.ensure_future(sink.open())
+        await asyncio.sleep(0.005 * number)
+        opening.cancel()
+        await asyncio.wait((opening,))
+        await sink.open()
+        await asyncio.sleep(1.5)  # what was given up could take over meanwhile
+        await sink.publish(batch_of([event(number, prefix)]))
+        await sink.close()
+
+    await asyncio.to_thread(create_topic, kafka.bootstrap, prefix)
+    await asyncio.gather(*map(one, range(20)))
+    assert len(await committed(kafka, prefix)) == 20
+
+
 async def test_marks_do_not_pass_what_may_still_come(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:
     """A recovery asks in another order: what it has not asked for yet must be found again after another crash."""
     sink = await open_sink(topics=(prefix,), partitions=1)
@@ -268,6 +297,21 @@ async def test_message_sets_too_large_for_the_topic_are_nobodys_fault(
     async for rejected in publish_as_pipeline(sink, batches_of(events, 50)):
         assert rejected == []
     assert order_per_key(await committed(kafka, prefix)) == {b"k%d" % n: list(range(n, 300, 5)) for n in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("options", "section", "key"),
+    [
+        ({"transaction.timeout.ms": 2_000_000}, {}, "transaction.timeout.ms"),
+        ({}, {"replication_factor": 30}, "sink.kafka.replication_factor"),
+    ],
+)
+async def test_what_the_broker_never_grants_is_not_tried_again(
+    open_sink: OpenSink, options: dict[str, Any], section: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        await open_sink(options=options, **section)
+    assert key in caught.value.hint
 
 
 async def test_a_topic_that_was_made_again(kafka: Kafka, open_sink: OpenSink, prefix: str) -> None:

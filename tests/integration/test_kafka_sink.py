@@ -209,6 +209,12 @@ async def test_missing_topic_fails_the_window_at_once(kafka: Kafka, open_sink: O
     assert order_per_key(stored) == {b"k": [1, 4], b"other": [2]}
 
 
+async def test_more_replicas_than_brokers(open_sink: OpenSink, prefix: str) -> None:
+    with pytest.raises(SetupError, match=prefix) as caught:
+        await open_sink(topics=(prefix,), create_topics=True, replication_factor=30)
+    assert "sink.kafka.replication_factor" in caught.value.hint
+
+
 async def test_an_illegal_topic_name_is_the_events_fault(open_sink: OpenSink, prefix: str) -> None:
     sink = await open_sink(topics=(prefix,))
     bad = make_event(1, topic="no topic!", key=b"a")

@@ -385,6 +385,16 @@ def test_a_wrong_template_is_named(key: str, template: str, told: str) -> None:
     [
         ('[sink]\nkind = "kafka"\n[sink.kafka]\npartitions = "x"\noptions = {}', ["sink.kafka.partitions", "sink"]),
         ("[sink.kafka.options]\nacks = [1]", ["sink.kafka.options.acks"]),
+        (
+            "[sink.kafka]\npartitions = 0\nreplication_factor = 0",
+            ["sink.kafka.partitions", "sink.kafka.replication_factor"],
+        ),
+        ("[sink.kafka]\npartitions = -2", ["sink.kafka.partitions"]),
+        (
+            '[sink.kafka]\nposition_topic = "a b"\ntopics = ["fine", "é"]',
+            ["sink.kafka.position_topic", "sink.kafka.topics"],
+        ),
+        ('[sink.kafka]\nposition_topic = ""', ["sink.kafka.position_topic"]),
         # The rule that a password needs a user would blame the wrong key.
         ('[sink.jetstream]\nuser = 5\npassword = "x"', ["sink.jetstream.user"]),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError
 
+from relay.config.sink import legal_topic
 from relay.errors import (
     AuthError,
     ConfigError,
@@ -16,7 +17,7 @@ from relay.errors import (
     SinkUnavailable,
 )
 from relay.sink.kafka_partition import HASHES
-from relay.sink.kafka_policy import DEFAULTS, Option, legal_topic, producer_options, topic_missing, translate
+from relay.sink.kafka_policy import DEFAULTS, Option, producer_options, topic_missing, translate
 
 SERVERS: dict[str, Option] = {"bootstrap.servers": "127.0.0.1:9092"}
 
@@ -90,6 +91,9 @@ def test_all_faults_at_once() -> None:
         (KafkaError.CLUSTER_AUTHORIZATION_FAILED, AuthError),
         (KafkaError._AUTHENTICATION, AuthError),
         (KafkaError.POLICY_VIOLATION, OperatorError),
+        (KafkaError.INVALID_TRANSACTION_TIMEOUT, SetupError),
+        (KafkaError.INVALID_PARTITIONS, SetupError),
+        (KafkaError.INVALID_REPLICATION_FACTOR, SetupError),
         (KafkaError._ALL_BROKERS_DOWN, SinkUnavailable),
         (KafkaError._TRANSPORT, SinkUnavailable),
         (KafkaError._NOENT, SinkUnavailable),

@@ -6,7 +6,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relay.config import Config
-from relay.errors import EventRejected, ProtocolError, SinkUnavailable
+from relay.errors import EventRejected, ProtocolError, SetupError, SinkUnavailable
 from relay.sink.kafka_policy import (
     Option,
     producer_options,
@@ -28,8 +28,8 @@ _USER: dict[str, Option] = {
 def test_a_producer_that_was_fenced_tries_anew_and_says_why(code: int) -> None:
     failure = translate_transaction(KafkaError(code), "commit")
     assert isinstance(failure, SinkUnavailable)
-    assert "took over" in str(failure)
-    assert "transactional_id" in failure.hint
+    assert "took over" in str(failure) and "transaction.timeout.ms" in str(failure)  # they cannot be told apart
+    assert "transactional_id" in failure.hint and "transaction.timeout.ms" in failure.hint
 
 
 def test_an_unknown_error_stops_unless_the_transaction_can_be_aborted() -> None:
@@ -37,6 +37,13 @@ def test_an_unknown_error_stops_unless_the_transaction_can_be_aborted() -> None:
     assert isinstance(translate_transaction(KafkaError(code), "x"), ProtocolError)
     assert isinstance(translate_transaction(KafkaError(code, txn_requires_abort=True), "x"), SinkUnavailable)
     assert isinstance(translate_transaction(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), "x"), EventRejected)
+
+
+def test_a_fatal_error_that_only_a_person_can_cure_is_not_tried_again() -> None:
+    error = KafkaError(KafkaError.INVALID_TRANSACTION_TIMEOUT, fatal=True)
+    failure = translate_transaction(error, "Kafka does not give the transactional id")
+    assert isinstance(failure, SetupError)
+    assert "transaction.timeout.ms" in failure.hint
 
 
 def test_options_of_a_transactional_producer() -> None:
