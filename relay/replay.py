@@ -22,6 +22,7 @@ import structlog
 
 from relay.backoff import Backoff
 from relay.config import Config
+from relay.config.sink import legal_topic
 from relay.errors import ConfigError, EventRejected, OperatorError, SetupError, TransientError
 from relay.event import Batch
 from relay.lsn import NOWHERE
@@ -68,8 +69,6 @@ def _check_topic(config: Config, topic: str | None) -> None:
     if config.sink.kind == "jetstream":
         reason = fault(topic)
     elif config.sink.kind == "kafka":
-        from relay.sink.kafka_policy import legal_topic  # noqa: PLC0415  it loads Kafka's client
-
         reason = None if legal_topic(topic) else f"{topic!r} is not a legal topic name"
     if reason:
         raise ConfigError([f"--topic: {reason}"])
