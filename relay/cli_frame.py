@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,8 @@ def show(value: Any, render: Any, *, json: bool) -> None:
 def printing() -> Iterator[None]:
     """Results go out, whatever stdout is: a mark that its encoding lacks becomes `?`; a full disk is one sentence."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        with suppress(OSError):  # behind a descriptor that was replaced it cannot seek; what we want is set by then
+            sys.stdout.reconfigure(errors="replace")
     try:
         yield
         if sys.stdout is not None:
