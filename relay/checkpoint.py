@@ -19,7 +19,7 @@ import orjson
 
 from relay.errors import SetupError, Superseded
 from relay.lsn import LSN
-from relay.source.session import Session, translated
+from relay.source.session import Session, burn_xid, translated
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,7 @@ class CheckpointStore:
 
     async def burn(self) -> int:
         """A transaction id that is newer than those of all transactions so far."""
-        with translated():
-            row = await (await self._session.execute("SELECT pg_current_xact_id()::text")).fetchone()
-        assert row is not None
-        return int(row[0])
+        return await burn_xid(self._session)
 
     async def save(
         self,

@@ -31,8 +31,7 @@ from relay.pipeline import Pipeline
 from relay.progress import Progress
 from relay.sink import BEHIND, Sink
 from relay.source.claim import Claimed, ClaimTable, Row
-from relay.source.session import LASTING, Session, connect, translated
-from relay.source.slot import fetch
+from relay.source.session import LASTING, Session, connect, oldest_xid, translated
 
 log = structlog.get_logger("relay.claim")
 
@@ -253,8 +252,7 @@ class Claims:
         horizon = self._door.pipeline.horizon
         if horizon is None:  # no marks: nobody asks
             return False
-        ((oldest,),) = await fetch(session, "SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
-        return int(oldest) >= horizon
+        return await oldest_xid(session) >= horizon
 
     async def _until_up(self) -> None:
         """Wait for the sink, or for the end."""

@@ -27,7 +27,7 @@ from relay.config import Config
 from relay.errors import SetupError, SlotLost
 from relay.lsn import LSN
 from relay.source.replication import WalSender
-from relay.source.session import LASTING, Session, connect, translated
+from relay.source.session import LASTING, Session, burn_xid, connect, oldest_xid, translated
 from relay.source.slot import SlotInfo, publication_info, slot_fault, slot_info
 
 log = structlog.get_logger("relay.recovery")
@@ -100,17 +100,8 @@ async def check_publication(session: Session, config: Config) -> None:
 
 async def _barrier(session: Session) -> None:
     """Wait until every transaction that runs now is over: then a snapshot sees all commits up to now."""
-    with translated():
-        row = await (await session.execute("SELECT pg_current_xact_id()::text")).fetchone()
-    assert row is not None
-    burnt, started, told = int(row[0]), time.monotonic(), 0.0
-    while True:
-        with translated():
-            cursor = await session.execute("SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
-            row = await cursor.fetchone()
-        assert row is not None
-        if int(row[0]) >= burnt:
-            return
+    burnt, started, told = await burn_xid(session), time.monotonic(), 0.0
+    while await oldest_xid(session) < burnt:
         waited = time.monotonic() - started
         if waited - told > 5:
             told = waited

@@ -120,7 +120,9 @@ def translated(error: Exception, url: str, *, signed: bool = False) -> RelayErro
     if isinstance(error, TimeoutError):
         return SinkUnavailable(f"{url} did not answer in time")
     if isinstance(error, GONE):
-        return SinkUnavailable(f"cannot connect to {url}: {text}")
+        return SinkUnavailable(
+            f"cannot connect to {url}: {text}", hint="does nats-server run there, and is sink.jetstream.servers right?"
+        )
     if signed:  # nkeys raises its own exceptions for a seed it cannot read, and they share no base class
         return AuthError(f"cannot use the credentials for {url}: {type(error).__name__} {text}")
     return ProtocolError(f"unexpected {type(error).__name__} while connecting to {url}: {text}")

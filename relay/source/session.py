@@ -53,6 +53,23 @@ async def connect(database: Database, application_name: str, *, options: str = "
         )
 
 
+async def burn_xid(session: Session) -> int:
+    """A transaction id that is newer than those of all transactions so far."""
+    return await _number(session, b"SELECT pg_current_xact_id()::text")
+
+
+async def oldest_xid(session: Session) -> int:
+    """The oldest transaction that is still running: a snapshot taken from now on sees all before it that committed."""
+    return await _number(session, b"SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
+
+
+async def _number(session: Session, query: bytes) -> int:
+    with translated():
+        row = await (await session.execute(query)).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 async def refuse_standby(session: Session) -> None:
     """What a standby shows is not how the relay stands: locks and sessions of the primary are not seen there."""
     with translated():
