@@ -50,6 +50,13 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A first impression, in less than two minutes.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Everything, three times: takes hours.")] = False,
     limit: Annotated[bool, typer.Option("--limit/--no-limit", help="pg_recvlogical beside every drain.")] = True,
+    calm: Annotated[
+        float | None,
+        typer.Option(
+            help="Measure a round again, up to ten times, in which the hypervisor took more of the CPU than this.",
+            metavar="PERCENT",
+        ),
+    ] = None,
     postgres: Annotated[
         str | None, typer.Option(help="Version of the private Postgres: 18; 15 if wal2json is measured.")
     ] = None,
@@ -87,6 +94,7 @@ def bench(
             postgres=postgres,
             dsn=dsn,
             broker=broker,
+            calm=calm,
         )
     report = go(command.measured(asked))
     command.write(report, save=save, csv=csv, html=html)

@@ -130,6 +130,7 @@ class Plan:
     dsn: str | None = None  # the user's own Postgres; None starts one
     broker: str | None = None  # the user's own broker; None starts one
     quick: bool = False
+    calm: float | None = None  # share of the CPU that may be stolen; with more a round is measured again
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -162,6 +163,7 @@ def make_plan(
     postgres: str | None = None,
     dsn: str | None = None,
     broker: str | None = None,
+    calm: float | None = None,
 ) -> Plan:
     """The plan that the command line asks for. Raises ConfigError with every fault."""
     faults: list[str] = []
@@ -179,7 +181,7 @@ def make_plan(
             faults += exc.faults
     _named("--peer", peers, {name: name for name in known_peers}.get, known_peers, faults)
     sizes = {"rows": rows, "rate": rate, "per_transaction": per_transaction, "seconds": seconds}
-    given = {**sizes, "repeat": repeat, "keys": keys}
+    given = {**sizes, "repeat": repeat, "keys": keys, "calm": calm}
     too_small = [name.replace("_", "-") for name, value in given.items() if value is not None and value <= 0]
     faults += [f"--{name} must be more than 0" for name in too_small]
     if quick and full:
@@ -199,6 +201,7 @@ def make_plan(
         dsn=dsn,
         broker=broker,
         quick=quick,
+        calm=None if calm is None else calm / 100,
     )
     if broker is not None and len(plan.kinds) > 1:
         faults.append("--broker: a run with both JetStream and Kafka starts its own")

@@ -167,10 +167,11 @@ class Report:
     measurements: Sequence[Measurement]
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # version, configuration, command
     left_open: Mapping[str, str] = field(default_factory=dict)  # scenario and peer → why there are no figures
+    set_aside: Sequence[Measurement] = field(default_factory=list)  # of rounds that were not calm, and measured again
 
     @property
     def correct(self) -> bool:
-        return all(measurement.correct for measurement in self.measurements)
+        return all(measurement.correct for measurement in (*self.measurements, *self.set_aside))
 
     @property
     def doubts(self) -> list[str]:
@@ -184,6 +185,12 @@ class Report:
             found.append(
                 f"The hypervisor gave up to {stolen:.0%} of the machine's CPU to others while a tool was measured: "
                 "take the ratios of rounds that had the same, not the figures."
+            )
+        if self.set_aside:
+            shares = [each.stolen_share or 0.0 for each in self.set_aside]
+            found.append(
+                f"{len(shares)} further measurements are not in these figures, only in the file of --save, because "
+                f"{min(shares):.1%} to {max(shares):.1%} was stolen while they or their neighbours were made (--calm)."
             )
         return found
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psycopg
 
 from relay import __version__
 from relay.bench.arena import Arena, open_arena
+from relay.bench.calm import calmest
 from relay.bench.contest import Maker, compared, contenders, groups
 from relay.bench.modes import Kind
 from relay.bench.plan import PAYLOAD_BYTES, Plan
@@ -33,6 +35,7 @@ Tell = Callable[[float, str], None]  # how much is done, from 0 to 1, and what h
 async def run(plan: Plan, tell: Tell, peers: Mapping[str, Maker] | None = None, command: Sequence[str] = ()) -> Report:
     """Measure everything that the plan names."""
     measurements: list[Measurement] = []
+    set_aside: list[Measurement] = []
     tools: dict[str, Mapping[str, Any]] = {}
     left_open: dict[str, str] = {}
     versions: list[str] = []
@@ -50,7 +53,9 @@ async def run(plan: Plan, tell: Tell, peers: Mapping[str, Maker] | None = None, 
                         for group in groups(contenders(plan, scenario, kind, peers or {}), scenario, repetition):
                             steps.next(f"{scenario.name}, {', '.join(each.label for each in group)}")
                             try:
-                                found += await measure(arena, task, group)
+                                rounds = await calmest(partial(measure, arena, task, group), plan.calm, steps.say)
+                                found += rounds.kept
+                                set_aside += rounds.aside
                             except RelayError as exc:
                                 if not group[0].peer:
                                     raise
@@ -58,7 +63,7 @@ async def run(plan: Plan, tell: Tell, peers: Mapping[str, Maker] | None = None, 
                                 steps.say(f"left open: {_reason(exc)}")
                         measurements += compared(plan, found)
     environment["broker"] = ", ".join(versions)
-    return Report(FORMAT, environment, _shown(plan), summarise(measurements), measurements, tools, left_open)
+    return Report(FORMAT, environment, _shown(plan), summarise(measurements), measurements, tools, left_open, set_aside)
 
 
 def _reason(exc: RelayError) -> str:

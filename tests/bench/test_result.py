@@ -126,6 +126,16 @@ def test_what_the_machine_did_is_said_beside_the_figures() -> None:
     assert doubt in to_html(robbed).replace("&#x27;", "'")
 
 
+def test_what_was_put_aside_is_counted_and_must_be_correct_too() -> None:
+    report = _report()
+    robbed = replace(report.measurements[0], stolen_share=0.28)
+    report = replace(report, set_aside=[robbed, replace(robbed, stolen_share=0.1)])
+    assert "2 further measurements" in report.doubts[-1]
+    assert "10.0% to 28.0%" in report.doubts[-1]
+    assert report.correct
+    assert not replace(report, set_aside=[replace(robbed, stored=robbed.rows - 1)]).correct
+
+
 class Times(NamedTuple):
     user: float
     system: float
