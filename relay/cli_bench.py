@@ -53,7 +53,7 @@ def bench(
     calm: Annotated[
         float | None,
         typer.Option(
-            help="Measure a round again, up to ten times, in which the hypervisor took more of the CPU than this.",
+            help="Measure again, ten times at most, where the hypervisor took more of the CPU than this.",
             metavar="PERCENT",
         ),
     ] = None,

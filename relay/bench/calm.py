@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from relay.bench.result import Measurement
 
-TRIES = 10
+TRIES = 10  # rounds in all
 
 
 class Rounds(NamedTuple):

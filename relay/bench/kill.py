@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from relay.bench.arena import Round
 from relay.bench.drain import watch
-from relay.bench.meter import peak_rss
+from relay.bench.meter import Stolen, peak_rss
 from relay.bench.process import until
 from relay.bench.result import Measurement
 from relay.bench.task import STALLED, Entry, Task, read_back
@@ -30,7 +30,7 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
         child.kill()
     count = await _standing(place)
     started = grew = time.monotonic()
-    first = 0.0
+    first, stolen = 0.0, Stolen()
     with tool.process() as child:
 
         async def quiet() -> bool:
@@ -46,7 +46,7 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
         await until(quiet, 3600.0, "it did not come to an end", 0.05)
         if count < rows:
             task.say(f"{tool.name} stands still at {count:,}; its log ends with\n{child.log_tail()}")
-        peak = peak_rss(child.pid)
+        peak, stolen_share = peak_rss(child.pid), stolen.share()
         child.stop()
     heard = await read_back(place, task.folder)
     return [
@@ -60,6 +60,7 @@ async def kill(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measur
             start_to_first_seconds=round(first - started, 3) if first else None,
             peak_rss_bytes=peak,
             wal_load_bytes_per_event=loaded,
+            stolen_share=stolen_share,
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Rows that come while the tool runs: at a fixed rate, in bursts, or as fast as writers can."""
+"""What the tool does in a stretch of time: rows at a fixed rate, in bursts, as fast as writers can, or none at all."""
 
 from __future__ import annotations
 
@@ -90,6 +90,34 @@ async def burst(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measu
             await window.last((number + 1) * scenario.every)
         await window.end()
         return [await _heard(task, base, entry, child, subscriber, window, notes)]
+
+
+async def idle(task: Task, base: Round, entries: Sequence[Entry]) -> list[Measurement]:  # noqa: ARG001
+    """A tool with nothing to do."""
+    (entry,) = entries
+    scenario, place, tool = task.scenario, entry.place, entry.tool
+    with tool.process() as child:
+        await tool.ready(child)
+        task.say(f"nothing happens for {scenario.warmup + scenario.seconds:g} s")
+        await asyncio.sleep(scenario.warmup)
+        window = _Window(entry, child)
+        await window.begin()
+        await window.last(scenario.seconds)
+        await window.end()
+        peak = peak_rss(child.pid)
+        child.stop()
+    return [
+        task.measurement(
+            entry,
+            rows=0,
+            stored=await place.stored() if tool.stores and not place.sink.transactions else None,
+            seconds=round(window.seconds, 3),
+            cores=window.cores,
+            peak_rss_bytes=peak,
+            footprint=footprint(window.state, await place.state(), window.retained, None),
+            stolen_share=window.stolen_share,
+        )
+    ]
 
 
 def _warming(entry: Entry) -> float:

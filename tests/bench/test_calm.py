@@ -8,7 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from relay.bench.calm import TRIES, Rounds, calmest
+from relay.bench.meter import Stolen
+from relay.bench.plan import make_plan
 from relay.bench.result import Measurement
+from relay.bench.runner import run
+from relay.errors import ConfigError
 
 
 def _measurement(stolen: float | None, stored: int = 9) -> Measurement:
@@ -45,3 +49,24 @@ def test_the_first_calm_round_is_kept_and_the_others_are_put_aside(
     assert [each.stolen_share for each in rounds.kept] == kept
     assert [each.stolen_share for each in rounds.aside] == aside
     assert len(said) == len(shares) - 1
+
+
+def test_percent_on_the_command_line_is_a_share_in_the_plan() -> None:
+    assert make_plan(["idle"], calm=2).calm == 0.02
+    assert make_plan(["idle"]).calm is None
+    with pytest.raises(ConfigError, match="--calm must be more than 0"):
+        make_plan(["idle"], calm=0)
+
+
+def test_a_disturbed_round_is_measured_again_on_the_same_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real servers; only what the hypervisor takes is ours to say."""
+    shares = iter([0.3, 0.01])
+    monkeypatch.setattr(Stolen, "share", lambda _: next(shares))
+    said: list[str] = []
+    plan = make_plan(["idle"], seconds=1, quick=True, modes=["stream-pgoutput"], calm=2)
+    report = asyncio.run(run(plan, lambda _, text: said.append(text)))
+    assert [each.stolen_share for each in report.measurements] == [0.01]
+    assert [each.stolen_share for each in report.set_aside] == [0.3]
+    assert report.summaries[0].repetitions == 1
+    assert "30.0% of the CPU was stolen, measuring again" in " ".join(said)
+    assert report.correct
