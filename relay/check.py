@@ -21,6 +21,7 @@ from relay.check_slots import (
 )
 from relay.check_tables import (
     absent,
+    finding_events,
     generated_findings,
     outbox_findings,
     recoverable,
@@ -100,7 +101,7 @@ async def _inspect(session: Session, config: Config, standbys: Sequence[str]) ->
     findings += [await _replication(config)] if streams else []
     tables = [(outbox, await table_info(session, outbox.table)) for outbox in config.outbox]
     for outbox, table in tables:
-        findings += list(outbox_findings(outbox, table, server.user))
+        findings += list(outbox_findings(outbox, table, server.user, finding_events(config)))
         if table is not None:
             try:
                 columns = written(config, outbox, table)

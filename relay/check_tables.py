@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relay.config import Outbox
+from relay.config import Config, Outbox
 from relay.finding import Finding, identifier, qualified
 from relay.setup_found import RELAY_TABLES, making, ours
 from relay.source.session import Session
 from relay.source.slot import Column, PublicationInfo, ServerInfo, TableInfo, fetch, split, table_info
 
 _JSON = {"json", "jsonb"}
+# What comes of a table without seq or xid, by how its events are found.
+_BLIND = {
+    "stream": "it streams, but a gap after slot loss cannot be closed from it, and it is not audited",
+    "snapshot": "it cannot be polled by snapshots",
+    "claim": "its events are claimed, but can be replayed by --id or --key only",
+}
 _INTEGERS = {"bigint", "integer", "smallint"}
 
 
@@ -22,7 +28,12 @@ def recoverable(outbox: Outbox, table: TableInfo) -> bool:
     return {outbox.columns.xid, outbox.columns.seq} <= set(table.columns)
 
 
-def outbox_findings(outbox: Outbox, table: TableInfo | None, user: str) -> Iterator[Finding]:
+def finding_events(config: Config) -> str:
+    """How events are found, as far as it matters for what a table must have."""
+    return config.poll.strategy if config.source.mode == "poll" else "stream"
+
+
+def outbox_findings(outbox: Outbox, table: TableInfo | None, user: str, how: str = "stream") -> Iterator[Finding]:
     subject = outbox.table
     name = qualified(outbox.table)
     if table is None:
@@ -51,27 +62,19 @@ def outbox_findings(outbox: Outbox, table: TableInfo | None, user: str) -> Itera
     missing = [(part, column) for part, column in wanted.items() if column not in table.columns]
     # Nobody said that a foreign table has them: without them it streams all the same.
     unsaid = {"seq", "xid"} - outbox.columns.model_fields_set
-    if any(part in unsaid for part, _ in missing):
-        lacking = " and ".join(column for part, column in missing if part in unsaid)
-        remedy = "run `relay setup --adopt` (--dry-run shows what it does)"
-        if lacking == outbox.columns.xid:
-            remedy = _missing_column("xid", lacking, "columns.xid", name)
-        yield Finding(
-            "warning",
-            subject,
-            f"has no column {lacking}: it streams, but a gap after slot loss cannot be closed from it, and it is not "
-            "audited",
-            remedy,
-        )
-        missing = [(part, column) for part, column in missing if part not in unsaid]
-        wanted = {part: column for part, column in wanted.items() if part not in unsaid}
+    lacking = [part for part, _ in missing if part in unsaid]
+    missing = [(part, column) for part, column in missing if part not in lacking]
+    lacking += [part for part in ("seq", "xid") if part not in wanted]
+    if lacking:
+        yield _blind(outbox, name, lacking, how)
     for part, column in missing:
         key = part if "." in part else f"columns.{part}"
         yield Finding("error", subject, f"has no column {column}", _missing_column(part, column, key, name))
     faults = list(_columns(outbox, table, name))
     yield from faults
     if not missing and not faults:
-        yield Finding("ok", subject, f"has the {len(wanted)} columns that the relay reads")
+        read = len(wanted.keys() - set(lacking))
+        yield Finding("ok", subject, f"has the {read} columns that the relay reads")
 
 
 def generated_findings(
@@ -106,6 +109,23 @@ async def write_back_findings(
         remedy = f"GRANT UPDATE ({listed}) ON {qualified(outbox.table)} TO {identifier(user)};"
         return [Finding("error", subject, f"{user} may not write back {', '.join(columns)}", remedy)]
     return [Finding("ok", subject, f"{', '.join(columns)} are written back once the broker has acknowledged")]
+
+
+def _blind(outbox: Outbox, name: str, lacking: list[str], how: str) -> Finding:
+    columns = outbox.columns.model_dump()
+    named = " and ".join(columns[part] or part for part in lacking)
+    remedy = "run `relay setup --adopt` (--dry-run shows what it does)"
+    if lacking == ["xid"] and how != "snapshot":
+        remedy = _missing_column("xid", columns["xid"] or "xid", "columns.xid", name)
+    elif emptied := [part for part in lacking if not columns[part]]:
+        remedy = (
+            f"name the column in outbox.columns.{emptied[0]}; or, where there is none, leave that line out and {remedy}"
+        )
+    if how == "snapshot":
+        remedy += '  or set poll.strategy = "claim"'
+    return Finding(
+        "error" if how == "snapshot" else "warning", outbox.table, f"has no column {named}: {_BLIND[how]}", remedy
+    )
 
 
 def _missing_column(part: str, column: str, key: str, table: str) -> str:
@@ -158,13 +178,6 @@ def _columns(outbox: Outbox, table: TableInfo, name: str) -> Iterator[Finding]:
             if not column.btree:
                 remedy = f"CREATE INDEX CONCURRENTLY ON {name} ({quoted});"
                 yield Finding("warning", subject, f"{column.name} has no index: recovery reads the whole table", remedy)
-    elif not parts["xid"]:
-        yield Finding(
-            "warning",
-            subject,
-            "has no xid column: it streams, but a gap after slot loss cannot be closed from it, and it is not audited",
-            _missing_column("xid", "xid", "columns.xid", name),
-        )
     if (column := found.get("headers")) and column.type not in _JSON:
         remedy = 'name a json or jsonb column in outbox.columns.headers, or set it to ""'
         yield Finding("error", subject, f"{column.name} is {column.type}, not json or jsonb", remedy)

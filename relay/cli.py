@@ -6,6 +6,7 @@ Heavy modules are imported by the command that needs them.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 from relay import __version__, daemon
 from relay.cli_bench import benches
-from relay.cli_frame import ConfigFile, Json, printing, show
+from relay.cli_frame import ConfigFile, Json, printing, show, unwritable
 from relay.cli_replay import bookmarks, replay
 from relay.errors import ConfigError
 from relay.frame import Explained, go, load
@@ -208,4 +209,9 @@ app.add_typer(bookmarks, name="bookmark")
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except OSError as exc:  # a page of help on a full disk; what commands print is in `printing`
+        if exc.errno != errno.ENOSPC or exc.filename is not None:
+            raise
+        unwritable(exc)

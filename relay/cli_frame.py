@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -41,10 +41,14 @@ def printing() -> Iterator[None]:
     except BrokenPipeError:
         raise  # whoever read has seen enough: the library ends quietly
     except OSError as exc:
-        # What is still buffered would fail again when Python ends, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stderr.write(f"error: the result cannot be written to stdout: {exc.strerror or exc}\n")
-        raise SystemExit(1) from None
+        unwritable(exc)
+
+
+def unwritable(exc: OSError) -> NoReturn:
+    # What is still buffered would fail again when Python ends, with a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stderr.write(f"error: the result cannot be written to stdout: {exc.strerror or exc}\n")
+    raise SystemExit(1) from None
 
 
 def _json(value: Any) -> str:

@@ -156,7 +156,7 @@ async def test_columns_that_the_config_names_wrongly(database: Database, prefix:
         ("error", "topic is text, not json or jsonb"),
         ("error", "payload is jsonb, not timestamptz"),
         ("error", "topic is text, not an integer"),
-        ("warning", "has no xid column"),
+        ("warning", "has no column xid"),
     }
 
 
@@ -250,6 +250,32 @@ async def test_polling_needs_nothing_that_only_a_stream_needs(start_postgres: Ca
     assert {"wal_level", "replication", "publication outbox_relay", "max_wal_senders"} <= {
         finding.subject for finding in streamed if finding.level == "error"
     }
+
+
+async def test_a_table_without_xid_or_seq_is_judged_by_what_is_done_with_it(database: Database, prefix: str) -> None:
+    await setup(config_of(database))
+    database.execute("ALTER TABLE outbox_events DROP COLUMN xid, DROP COLUMN seq")
+
+    def polling(strategy: str) -> Config:
+        poll = {"source": {"slot": prefix, "mode": "poll"}, "poll": {"strategy": strategy}}
+        return Config.model_validate({"database": {"dsn": database.dsn}, **poll})
+
+    [snapshot] = await bad(polling("snapshot"))
+    assert (snapshot.level, snapshot.message) == (
+        "error",
+        "has no column seq and xid: it cannot be polled by snapshots",
+    )
+    assert "setup --adopt" in snapshot.remedy and 'poll.strategy = "claim"' in snapshot.remedy
+    [claim] = await bad(polling("claim"))
+    assert (claim.level, "claimed" in claim.message) == ("warning", True)
+    [stream] = await bad(config_of(database, prefix))
+    assert (stream.level, "it streams" in stream.message) == ("warning", True)
+    await setup(polling("snapshot"), adopt=True)
+    assert await bad(polling("snapshot")) == []
+    emptied = {**polling("snapshot").model_dump(), "outbox": [{"table": "outbox_events", "columns": {"seq": ""}}]}
+    [finding] = await bad(Config.model_validate(emptied))
+    assert (finding.level, "has no column seq" in finding.message) == ("error", True)
+    assert "outbox.columns.seq" in finding.remedy
 
 
 async def test_a_slot_that_polling_does_not_need_keeps_wal(database: Database, prefix: str) -> None:

@@ -47,7 +47,7 @@ def test_json_loses_nothing_by_it(encoding: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("command", [["version"], ["version", "--json"], ["check", "--show-config"]])
+@pytest.mark.parametrize("command", [["version"], ["version", "--json"], ["check", "--show-config"], ["run", "--help"]])
 def test_a_full_disk_is_one_sentence(command: list[str]) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
