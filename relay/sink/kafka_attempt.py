@@ -78,17 +78,20 @@ class Attempt:
                 return ""
         except KafkaException as exc:
             error = exc.args[0]
-            if error.fatal() or not (error.txn_requires_abort() or self._reported(error)):
+            # A transaction that failed takes nothing more (_STATE). What failed is in reports that may be late; without
+            # one it is nobody's fault: aborted, it is tried again.
+            if error.fatal() or not (error.txn_requires_abort() or self._stopped(error)):
                 raise translate_transaction(error, "Kafka transaction") from None
             self._errors.append(error)
         return self._abort()
 
-    def _reported(self, error: Any) -> bool:
-        """Whether there are delivery reports that say what is wrong; librdkafka may know before we have asked it."""
+    def _stopped(self, error: Any) -> bool:
+        """Whether librdkafka knows that the transaction failed; it may know before it has reported why."""
         deadline = time.monotonic() + GRACE
-        while not self._errors and error.code() == KafkaError._STATE and time.monotonic() < deadline:  # noqa: SLF001
+        stopped = bool(error.code() == KafkaError._STATE)  # noqa: SLF001
+        while stopped and not self._errors and time.monotonic() < deadline:
             self._client.producer.poll(SLICE / 10)
-        return bool(self._errors)
+        return stopped or bool(self._errors)
 
     def _abort(self) -> str | None:
         """After delivery errors: see `run`."""

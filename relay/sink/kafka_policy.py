@@ -263,7 +263,8 @@ def translate_transaction(error: Any, doing: str) -> RelayError:
             "lower sink.kafka.transaction_events",
         )
     failure = translate(error, doing)
-    if type(failure) is ProtocolError and (error.txn_requires_abort() or error.fatal()):
+    stopped = error.code() == _E._STATE  # noqa: SLF001  it failed, or was ended: a new session knows where it stands
+    if type(failure) is ProtocolError and (stopped or error.txn_requires_abort() or error.fatal()):
         return SinkUnavailable(text)
     return failure
 
