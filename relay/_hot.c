@@ -678,20 +678,22 @@ header_size(PyObject *event, PyObject *prefixes, int with_ids, Py_ssize_t sent)
 }
 
 PyDoc_STRVAR(frames_doc,
-             "frames(events, at, names, prefixes, ways, chain, sent, reply, with_ids, max_headers, max_payload)"
-             " -> (at, bytes)\n\n"
-             "Chained HPUB frames of the events from `at` on, as long as they have these header names and go to this\n"
-             "chain; returns where it stopped, and the frames.");
+             "frames(events, at, stop, names, prefixes, ways, chain, sent, reply, all_reply, with_ids, max_headers,"
+             " max_payload) -> (at, bytes)\n\n"
+             "Chained HPUB frames of the events from `at` up to `stop`, as long as they have these header names and go\n"
+             "to this chain; all of them, or only the last, ask for a reply. Returns where it stopped, and the frames.");
 
 static PyObject *
 frames(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *events, *names, *prefixes, *ways, *chain, *reply;
-    Py_ssize_t at, sent, max_headers, max_payload;
-    int with_ids;
-    if (!PyArg_ParseTuple(args, "O!nOO!O!OnSpnn", &PyList_Type, &events, &at, &names, &PyTuple_Type, &prefixes,
-                          &PyDict_Type, &ways, &chain, &sent, &reply, &with_ids, &max_headers, &max_payload))
+    Py_ssize_t at, stop, sent, max_headers, max_payload;
+    int all_reply, with_ids;
+    if (!PyArg_ParseTuple(args, "O!nnOO!O!OnSppnn", &PyList_Type, &events, &at, &stop, &names, &PyTuple_Type, &prefixes,
+                          &PyDict_Type, &ways, &chain, &sent, &reply, &all_reply, &with_ids, &max_headers, &max_payload))
         return NULL;
+    if (at < 0 || stop > PyList_GET_SIZE(events))
+        return PyErr_Format(PyExc_IndexError, "there are no such events");
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(prefixes); i++)
         if (!PyBytes_Check(PyTuple_GET_ITEM(prefixes, i)))
             return PyErr_Format(PyExc_TypeError, "prefixes are bytes");
@@ -699,7 +701,7 @@ frames(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t total = 0, end = at, first = sent;
     PyObject *topic = NULL, *route = NULL;
     char digits[24];
-    for (; end < PyList_GET_SIZE(events); end++, sent++) {
+    for (; end < stop; end++, sent++) {
         PyObject *event = PyList_GET_ITEM(events, end);
         if (!PyTuple_Check(event) || PyTuple_GET_SIZE(event) != EVENT_FIELDS || PyTuple_GET_ITEM(event, 3) != names)
             break;
@@ -717,9 +719,10 @@ frames(PyObject *Py_UNUSED(module), PyObject *args)
         Py_ssize_t payload = size + (body == Py_None ? 0 : PyBytes_GET_SIZE(body));
         if (size < 0 || size > max_headers || payload > max_payload)
             break;
-        total += PyBytes_GET_SIZE(route) + PyBytes_GET_SIZE(reply) + decimal(digits, size) + 1 +
-                 decimal(digits, payload) + 2 + payload + 2;
+        total += PyBytes_GET_SIZE(route) + decimal(digits, size) + 1 + decimal(digits, payload) + 2 + payload + 2;
     }
+    if (end > at)
+        total += PyBytes_GET_SIZE(reply) * (all_reply ? end - at : 1);
     PyObject *blob = PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, total);
     if (!blob)
         return NULL;
@@ -735,7 +738,8 @@ frames(PyObject *Py_UNUSED(module), PyObject *args)
         Py_ssize_t size = header_size(event, prefixes, with_ids, sent);
         Py_ssize_t length = body == Py_None ? 0 : PyBytes_GET_SIZE(body);
         PUT(PyBytes_AS_STRING(route), PyBytes_GET_SIZE(route));
-        PUT(PyBytes_AS_STRING(reply), PyBytes_GET_SIZE(reply));
+        if (all_reply || at == end - 1)
+            PUT(PyBytes_AS_STRING(reply), PyBytes_GET_SIZE(reply));
         to += decimal(to, size);
         *to++ = ' ';
         to += decimal(to, size + length);

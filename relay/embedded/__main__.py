@@ -1,4 +1,4 @@
-"""`python -m relay.embedded` fetches what would otherwise be fetched at the first start, Kafka's jars, and makes starts quick."""
+"""`python -m relay.embedded` does once what each start of Kafka needs: its jars are fetched, its classes archived."""
 
 from __future__ import annotations
 

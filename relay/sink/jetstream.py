@@ -138,6 +138,8 @@ class JetStreamSink:
             if mark is not None and not countable:  # a predecessor in another order: see nats_fence
                 self._danger[stream.name] = max(chain.sent + self._reach, self._danger.get(stream.name, 0))
             chain.danger = self._danger.get(stream.name, 0)
+            if config.foreign_writer == "stop":
+                chain.quiet = chain.sent + self._reach
             _report(chain)
             chains.append(chain)
         for name in marks.keys() - {stream.name for stream in streams.known} - {UNCOUNTABLE, ROUTING}:

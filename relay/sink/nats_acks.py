@@ -60,7 +60,8 @@ class Ack(NamedTuple):
 class AckParser:
     """Takes the frames that are addressed to `<inbox>.<token>`; the rest goes to the inner parser.
 
-    on_acks(tokens): plain acknowledgements, many at a time. on_reply(token, status, payload): anything else for us.
+    on_acks(tokens, seqs): plain acknowledgements, many at a time, and the sequences that they name.
+    on_reply(token, status, payload): anything else for us.
     on_stored(reply, headers): a message that a consumer delivers to us, while a stream is read back.
     """
 
@@ -68,7 +69,7 @@ class AckParser:
         self,
         inner: InnerParser,
         inbox: bytes,
-        on_acks: Callable[[list[bytes]], None],
+        on_acks: Callable[[list[bytes], list[bytes]], None],
         on_reply: Callable[[bytes, bytes, bytes], None],
         on_stored: Callable[[bytes, bytes], None] | None = None,
     ) -> None:
@@ -81,10 +82,10 @@ class AckParser:
         name = re.escape(inbox)
         plain = (
             rb"MSG %b\.(\d++) \d++ \d++\r\n"
-            rb'\{"stream":"[^"\\\r\n]++",(?: ?"domain":"[^"\\\r\n]*+",)?+ ?+"seq":[1-9]\d*+\}\r\n' % name
+            rb'\{"stream":"[^"\\\r\n]++",(?: ?"domain":"[^"\\\r\n]*+",)?+ ?+"seq":([1-9]\d*+)\}\r\n' % name
         )
         self._plain = re.compile(plain)
-        self._run = re.compile(b"(?:" + plain.replace(rb"(\d++)", rb"\d++") + b")+")
+        self._run = re.compile(b"(?:" + plain + b")+")
         self._head = re.compile(rb"H?MSG %b\.(\d+) \d+ (?:(\d+) )?(\d+)\r\n" % name)
         self._starts = (b"MSG " + inbox + b".", b"HMSG " + inbox + b"." if on_stored is None else b"HMSG ")
 
@@ -116,10 +117,10 @@ class AckParser:
         return bool(self._inner.buf) or self._inner.state != AWAITING_CONTROL_LINE
 
     def _run_of_acks(self, data: bytes) -> bytes:
-        parts = self._plain.split(data)  # [before, token, between, token, …, rest]
-        if len(parts) == 1 or any(parts[:-1:2]):
+        parts = self._plain.split(data)  # [before, token, seq, between, token, seq, …, rest]
+        if len(parts) == 1 or any(parts[:-1:3]):
             return data
-        self._on_acks(parts[1::2])
+        self._on_acks(parts[1::3], parts[2::3])
         return parts[-1]
 
     async def _frames(self, data: bytes) -> None:
@@ -127,7 +128,8 @@ class AckParser:
         at = 0
         while at < len(data):
             if run := self._run.match(data, at):
-                self._on_acks(self._plain.findall(data, at, run.end()))
+                tokens, seqs = zip(*self._plain.findall(data, at, run.end()), strict=True)
+                self._on_acks(list(tokens), list(seqs))
                 at = run.end()
             elif head := self._head.match(data, at):
                 start, end = head.end(), head.end() + int(head[3])

@@ -7,7 +7,7 @@ the batch belongs, and so a refused batch refuses those behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from relay.sink.nats_connection import Frame
 
@@ -18,7 +18,15 @@ OVERHEAD = 160  # bytes by which the headers grow, at most
 SPOILT = frozenset({10176, 10201})
 
 
-def batched(frames: Iterable[Frame], name: bytes) -> list[Frame]:
+def apart(frames: Iterable[Frame], homes: Mapping[bytes, str]) -> list[list[Frame]]:
+    """The frames of each stream; `homes`: the streams, by a frame's beginning."""
+    streams: dict[str, list[Frame]] = {}
+    for frame in frames:
+        streams.setdefault(homes[frame[0]], []).append(frame)
+    return list(streams.values())
+
+
+def batched(frames: Iterable[Frame], name: bytes, reply: bytes) -> list[Frame]:
     """The chained frames of one stream as batches; the last frame of each asks for the answer.
 
     `name` is different for every call of a connection, and from those of other connections.
@@ -27,7 +35,7 @@ def batched(frames: Iterable[Frame], name: bytes) -> list[Frame]:
     done: list[Frame] = []
     for start in range(0, len(todo), MOST):
         chunk = todo[start : start + MOST]
-        done += _batch(chunk, b"%b.%d" % (name, start)) if len(chunk) > 1 else chunk
+        done += _batch(chunk, b"%b.%d" % (name, start), reply)
     return done
 
 
@@ -36,9 +44,12 @@ def answers(count: int) -> int:
     return -(-count // MOST)
 
 
-def _batch(frames: list[Frame], name: bytes) -> Iterator[Frame]:
+def _batch(frames: list[Frame], name: bytes, reply: bytes) -> Iterator[Frame]:
     last = len(frames)
-    for number, (route, reply, head, body, end) in enumerate(frames, 1):
+    if last == 1:
+        yield (frames[0][0], reply, *frames[0][2:])
+        return
+    for number, (route, _, head, body, line_end) in enumerate(frames, 1):
         sizes, version, expected, rest = head.split(b"\r\n", 3)
         size, total = sizes.split()
         added = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
@@ -50,4 +61,4 @@ def _batch(frames: list[Frame], name: bytes) -> Iterator[Frame]:
         else:
             grown -= len(expected) + 2
         sizes = b"%d %d" % (int(size) + grown, int(total) + grown)
-        yield route, reply if number == last else b"", b"\r\n".join((sizes, version, added + rest)), body, end
+        yield route, reply if number == last else b"", b"\r\n".join((sizes, version, added + rest)), body, line_end

@@ -40,6 +40,7 @@ class Chain:
         "limit",
         "mark",
         "places",
+        "quiet",
         "sent",
         "stream",
     )
@@ -58,12 +59,17 @@ class Chain:
         self.left = 0  # how many were not met yet
         self.sent = self.end = mark + len(places)
         self.danger = 0  # up to here a predecessor may still write, and other events than we would
+        self.quiet: int | None = None  # from here on none can write: not every event needs an answer
         self.digits = len(str(self.sent))
         self.limit = 10**self.digits
 
     def grow(self) -> None:
         self.digits += 1
         self.limit *= 10
+
+    def speaks_for_all(self, sent: int) -> bool:
+        """Whether the last of the events that are sent behind `sent` may speak for all of them."""
+        return self.quiet is not None and sent >= self.quiet
 
     def advance(self, count: int) -> None:
         """So many events were sent at once."""

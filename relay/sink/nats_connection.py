@@ -47,7 +47,7 @@ Frame = tuple[bytes, ...]
 class Listener(Protocol):
     """Who is told what arrives; the sink."""
 
-    def on_acks(self, tokens: list[bytes]) -> None: ...
+    def on_acks(self, tokens: list[bytes], seqs: list[bytes]) -> None: ...
     def on_reply(self, token: bytes, status: bytes, payload: bytes) -> None: ...
     def on_lost(self, error: RelayError) -> None: ...
 
@@ -250,8 +250,8 @@ class NatsConnection:
             async with asyncio.timeout(1):  # nothing to wait for: the socket is gone already
                 await self._client.close()
 
-    def _on_acks(self, tokens: list[bytes]) -> None:
-        self._listener.on_acks(tokens)
+    def _on_acks(self, tokens: list[bytes], seqs: list[bytes]) -> None:
+        self._listener.on_acks(tokens, seqs)
 
     def _on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
         self._listener.on_reply(token, status, payload)

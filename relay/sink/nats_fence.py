@@ -1,14 +1,18 @@
 """Fenced publishing to a stream that is ours alone: exactly once and in order, through crashes of everybody (G4).
 
 Every event carries `Nats-Expected-Last-Sequence`, so each is stored only directly behind its predecessor: a lost or
-refused event refuses all that follow. Each is acknowledged all the same (a batch has one token, answers are counted):
-somebody else's message in the place of a refused event would let the next one in. A zombie relay that read the same
-stream can only write the very events that we would write, in the same places; one that came by another way (its
-successor recovers from the table, or routes differently) could slip in between. So in the range of sequences that it
-may still write to (`danger`), a batch goes out in waves, each when the one before is acknowledged, with at most one
-event of a key: whatever slips in, no event is stored before an earlier one of its key. What slips in may be an event
-of the very wave, displacing another: that it is not stored a second time behind that one is left to the server's
-deduplication. Where that cannot be relied on, a wave is one event.
+refused event refuses all that follow. So the last event of a run speaks for all of it: it is stored in its place, with
+the sequence that it must have, only if they all are (ADR 0020). But somebody else's message in the place of a refused
+event would let the next one in. A stream of ours has no other writer than a zombie relay, and that has no more on the
+wire than its window; as far as that reaches beyond what the stream held when it was read (`quiet`), each event is
+acknowledged for itself.
+
+A zombie that read the same stream can only write the very events that we would write, in the same places; one that came
+by another way (its successor recovers from the table, or routes differently) could slip in between. So in the range of
+sequences that it may still write to (`danger`), a batch goes out in waves, each when the one before is acknowledged,
+with at most one event of a key: whatever slips in, no event is stored before an earlier one of its key. What slips in
+may be an event of the very wave, displacing another: that it is not stored a second time behind that one is left to the
+server's deduplication. Where that cannot be relied on, a wave is one event.
 
 After any failure the truth is read from the stream (`nats_chain`): the ids that it holds beyond the mark, the sequence
 up to which the checkpoint covers it. An event whose id is among them is stored already and is skipped. That needs no
@@ -29,6 +33,7 @@ from relay.sink import UNCOUNTABLE, nats_acks, nats_atomic, subjects
 from relay.sink.nats_acks import REJECTED, Ack
 from relay.sink.nats_chain import Chain
 from relay.sink.nats_connection import Frame, NatsConnection
+from relay.sink.nats_runs import RUN, Asked, Ways, runs, waves
 from relay.sink.nats_streams import StreamState
 from relay.sink.nats_window import MAX_HEADER_BYTES, MAX_TEMPLATES, Flight, Window, behind, sendable
 
@@ -57,15 +62,14 @@ class FencedWindow(Window):
         self._chains: dict[str, Chain] = {}
         self._with_ids = self._dedupes = True
         self._met: dict[bytes, Chain] = {}  # ids that the streams hold beyond the marks, until their events come
-        self._ways: dict[str, tuple[bytes, Chain] | None] = {}
-        self._waiting: dict[bytes, Flight] = {}  # by the token of the batch
+        self._ways: Ways = {}
+        self._waiting: dict[bytes, Asked] = {}  # by token
         self._careful = careful
         self._atomic = atomic
         self._max_payload = connection.max_payload - (nats_atomic.OVERHEAD if atomic else 0)
         self._max_header = MAX_HEADER_BYTES - (nats_atomic.OVERHEAD if atomic else 0)
         self._waves: deque[list[int]] | None = None  # places in the batch that goes out bit by bit, not sent yet
         self._wave: list[int] = []  # those that are on the wire
-        self._unanswered = 0  # of them
         self._later: deque[Flight] = deque()  # batches behind that one
         self._uncountable = False  # a mark was given that is not countable
         self._plain = False  # nothing is left of what was read back, and there is no danger: every event is a new one
@@ -89,7 +93,7 @@ class FencedWindow(Window):
 
     @property
     def on_the_wire(self) -> int:
-        return sum(flight.remaining for flight in self._waiting.values())
+        return sum(asked.answers * asked.events for asked in self._waiting.values())
 
     # ------------------------------------------------------------------------------------------------------ going out
 
@@ -128,36 +132,41 @@ class FencedWindow(Window):
         events = flight.batch.events
         if self._careful or self._endangered:
             singly = self._careful or not self._dedupes
-            self._waves = deque([place] for place in range(len(events))) if singly else _waves(events)
+            self._waves = deque([place] for place in range(len(events))) if singly else waves(events)
             flight.remaining = len(events)
             self._next_wave(flight)
             return
-        token = b"%d" % self._next
-        self._next += 1
-        reply = b"%b.%b " % (self._connection.inbox, token)
-        quick, done = self._quick_frames(events, reply)
-        frames = self._frames(flight, range(done, len(events)), reply) if done < len(events) else []
-        flight.remaining = done + len(frames)
+        flight.remaining = 0
         if self._atomic:
-            frames, flight.remaining = self._batched(frames, token)
+            frames = self._batches(flight)
+        else:
+            frames = self._quick_runs(flight)
+            if flight.remaining < len(events):
+                frames += self._slow_runs(flight)
         flight.marks = self._marks()
-        if flight.remaining:
-            self._waiting[token] = flight
-            self._connection.send(quick + frames)
+        if frames:
+            self._connection.send(frames)
         else:
             self._finish(flight)
 
-    def _batched(self, frames: list[Frame], token: bytes) -> tuple[list[Frame], int]:
-        """An atomic batch for each stream, and how many answers they get."""
-        homes = {way[0]: way[1] for way in self._ways.values() if way is not None}
-        streams: dict[str, list[Frame]] = {}
-        for frame in frames:
-            streams.setdefault(homes[frame[0]].stream, []).append(frame)
-        name = b"%b.%b" % (self._connection.inbox.rpartition(b".")[2], token)
-        return (
-            [frame for part in streams.values() for frame in nats_atomic.batched(part, name)],
-            sum(nats_atomic.answers(len(part)) for part in streams.values()),
-        )
+    def _ask(self, asked: Asked) -> bytes:
+        """The reply subject of frames, as it stands in them; from now on the flight waits for its answers."""
+        token = b"%d" % self._next
+        self._next += 1
+        self._waiting[token] = asked
+        asked.flight.remaining += asked.answers * asked.events
+        return b"%b.%b " % (self._connection.inbox, token)
+
+    def _batches(self, flight: Flight) -> list[Frame]:
+        """An atomic batch for each stream."""
+        homes = {way[0]: way[1].stream for way in self._ways.values() if way is not None}
+        frames, _ = self._frames(flight, range(len(flight.batch.events)))
+        streams = nats_atomic.apart(frames, homes)
+        if not streams:
+            return frames
+        reply = self._ask(Asked(flight, sum(nats_atomic.answers(len(part)) for part in streams)))
+        name = b".".join(reply.strip().rsplit(b".", 2)[1:])
+        return [frame for part in streams for frame in nats_atomic.batched(part, name, reply)]
 
     @property
     def _endangered(self) -> bool:
@@ -170,27 +179,30 @@ class FencedWindow(Window):
             return bool(self._blocked)
         return bool(self._blocked or self._met or any(chain.counting for chain in self._chains.values()))
 
-    def _quick_frames(self, events: list[Event], reply: bytes) -> tuple[list[Frame], int]:
-        """Frames of the leading events that are usual ones, and how many these are."""
+    def _quick_runs(self, flight: Flight) -> list[Frame]:
+        """Frames of the leading events that are usual ones."""
         frames: list[Frame] = []
-        at = 0
-        if quick_frames is None or not self._connection.joins or self._special or self._atomic:
-            return frames, at
+        events, at = flight.batch.events, 0
+        if quick_frames is None or not self._connection.joins or self._special:
+            return frames
         while at < len(events):
             event, before = events[at], at
             way, names = self._ways[event.topic], event.header_names
             if way is None or self._template(names)[0] is None:
                 break
             chain = way[1]
+            each = not chain.speaks_for_all(chain.sent)
             at, blob = quick_frames(
                 events,
                 at,
+                min(at + RUN, len(events)),
                 names,
                 names.prefixes,
                 self._ways,
                 chain,
                 chain.sent,
-                reply,
+                b"%b.%d " % (self._connection.inbox, self._next),
+                each,
                 self._with_ids,
                 MAX_HEADER_BYTES,
                 self._connection.max_payload,
@@ -198,15 +210,36 @@ class FencedWindow(Window):
             if at == before:
                 break
             chain.advance(at - before)
+            self._ask(self._asked(flight, at - before, chain.sent, each=each))
             frames.append((blob,))
-        return frames, at
+        return frames
 
-    def _frames(self, flight: Flight, places: Iterable[int], reply: bytes) -> list[Frame]:
-        """Frames of the events that are to be stored, chained. The reference for the quick ones."""
+    def _slow_runs(self, flight: Flight) -> list[Frame]:
+        """Frames of the other events: whatever they are. The reference for the quick ones."""
+        sent = {chain: chain.sent for chain in self._chains.values()}
+        events = flight.batch.events
+        frames, places = self._frames(flight, range(flight.remaining, len(events)))
+        for start, stop, chain in runs(events, places, self._ways):
+            each = not chain.speaks_for_all(sent[chain])
+            sent[chain] += stop - start
+            reply = self._ask(self._asked(flight, stop - start, sent[chain], each=each))
+            for at in range(start if each else stop - 1, stop):
+                route, _, *rest = frames[at]
+                frames[at] = (route, reply, *rest)
+        return frames
+
+    @staticmethod
+    def _asked(flight: Flight, count: int, seq: int, *, each: bool) -> Asked:
+        """A run that ends with the sequence `seq`."""
+        return Asked(flight, count) if each else Asked(flight, 1, events=count, seq=seq)
+
+    def _frames(self, flight: Flight, places: Iterable[int], reply: bytes = b"") -> tuple[list[Frame], list[int]]:
+        """Frames of the events that are to be stored, chained, and their places."""
         events, ways, blocked, met = flight.batch.events, self._ways, self._blocked, self._met
         with_ids, max_payload, max_header = self._with_ids, self._max_payload, self._max_header
         special = self._special
         frames: list[Frame] = []
+        taken: list[int] = []
         append, join = frames.append, b"".join
         last: HeaderNames | None = None
         template: bytes | None = None
@@ -241,8 +274,9 @@ class FencedWindow(Window):
                 self.skipped += 1
                 continue
             append((route, reply, template % (size, total, sent, event_id, *values), body, b"\r\n"))
+            taken.append(place)
             chain.sent = sent + 1
-        return frames
+        return frames, taken
 
     def _is_stored(self, event_id: bytes) -> bool:
         home = self._met.pop(event_id, None)
@@ -293,26 +327,29 @@ class FencedWindow(Window):
 
     # ------------------------------------------------------------------------------------------------------ coming in
 
-    def on_acks(self, tokens: list[bytes]) -> None:
-        if self.failure is not None:
-            return
+    def on_acks(self, tokens: list[bytes], seqs: list[bytes]) -> None:
         for token, count in Counter(tokens).items() if len(tokens) > 1 else ((tokens[0], 1),):
-            flight = self._waiting.get(token)
-            if flight is None:
+            asked = self._waiting.get(token)
+            if asked is None:  # late: the window has failed
                 continue
-            flight.remaining -= count
+            if asked.seq and asked.seq != (seq := int(seqs[tokens.index(token)])):
+                self.suspicious = True
+                self.fail(SinkUnavailable(f"an event was refused: sequence {seq} was stored instead of {asked.seq}"))
+                return
+            flight = asked.flight
+            asked.answers -= count
+            flight.remaining -= count * asked.events
+            if asked.answers:
+                continue
+            del self._waiting[token]
             if self._waves is not None:
-                self._unanswered -= count
-                if not self._unanswered:
-                    del self._waiting[token]
-                    self._next_wave(flight)
+                self._next_wave(flight)
             elif flight.remaining == 0:
-                del self._waiting[token]
                 self._finish(flight)
 
     def on_reply(self, token: bytes, status: bytes, payload: bytes) -> None:
-        flight = self._waiting.get(token)
-        if flight is None or self.failure is not None:
+        asked = self._waiting.get(token)
+        if asked is None:
             return
         try:
             ack = nats_acks.read(status, payload)
@@ -320,9 +357,9 @@ class FencedWindow(Window):
             self.fail(exc)
             return
         if ack.code == 0 and ack.seq > 0 and not ack.duplicate:
-            self.on_acks([token])
+            self.on_acks([token], [b"%d" % ack.seq])
         elif self._waves is not None and len(self._wave) == 1:
-            self._single_refused(flight, ack, token)
+            self._single_refused(asked.flight, ack, token)
         else:
             self.suspicious = ack.code in WRONG_SEQUENCE | REJECTED | nats_atomic.SPOILT or ack.code == 0
             self._refused(ack)
@@ -346,7 +383,7 @@ class FencedWindow(Window):
             self.suspicious = ack.code not in WRONG_SEQUENCE  # else somebody wrote, and the event is innocent
             self._refused(ack)
             return
-        self.on_acks([token])
+        self.on_acks([token], [b"%d" % ack.seq])
 
     def _refused(self, ack: Ack) -> None:
         verdict = nats_acks.judge(ack, "the relay's streams")
@@ -361,14 +398,12 @@ class FencedWindow(Window):
     def _next_wave(self, flight: Flight) -> None:
         """The next events of the batch; after the last ones the batches behind it follow."""
         while self._waves:
-            wave = self._waves.popleft()
-            token = b"%d" % self._next
-            frames = self._frames(flight, wave, b"%b.%b " % (self._connection.inbox, token))
-            flight.remaining -= len(wave) - len(frames)
+            self._wave = self._waves.popleft()
+            reply = b"%b.%d " % (self._connection.inbox, self._next)
+            frames, _ = self._frames(flight, self._wave, reply)
+            flight.remaining -= len(self._wave)
             if frames:
-                self._next += 1
-                self._wave, self._unanswered = wave, len(frames)
-                self._waiting[token] = flight
+                self._ask(Asked(flight, len(frames)))
                 self._connection.send(frames)
                 return
         self._waves = None
@@ -401,17 +436,3 @@ class FencedWindow(Window):
         self._waiting.clear()
         self._later.clear()
         self._met.clear()
-
-
-def _waves(events: list[Event]) -> deque[list[int]]:
-    """The places of the events, so that those of a key are in different waves, in their order."""
-    waves: deque[list[int]] = deque()
-    seen: Counter[str | bytes] = Counter()
-    for place, event in enumerate(events):
-        key = event.topic if event.key is None else event.key
-        number = seen[key]
-        seen[key] = number + 1
-        if number == len(waves):
-            waves.append([])
-        waves[number].append(place)
-    return waves

@@ -209,7 +209,7 @@ class Window:
 
     # ------------------------------------------------------------------------------------------------------ coming in
 
-    def on_acks(self, tokens: list[bytes]) -> None:
+    def on_acks(self, tokens: list[bytes], seqs: list[bytes]) -> None:  # noqa: ARG002  a fence looks at them
         """Plain acknowledgements: the hot path."""
         if self.failure is not None:
             return  # late: the events were handed back as not known to be durable
@@ -250,7 +250,7 @@ class Window:
             return
         if verdict is None:
             self.duplicates += ack.duplicate
-            self.on_acks([token])
+            self.on_acks([token], [b"%d" % ack.seq])
             return
         del self._pending[token]
         self._reject(flight, int(token), key, verdict)

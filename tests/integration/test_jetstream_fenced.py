@@ -64,7 +64,7 @@ async def test_network_cut_and_stalled(
 ) -> None:
     way: Proxy = await proxy(own_nats.url)
     made = events((f"{prefix}.a",), 6000)
-    async with opened(configured(way.url, prefix, ack_timeout=0.4, atomic=atomic)) as sink:
+    async with opened(configured(way.url, prefix, ack_timeout=0.4, atomic=atomic), reach=700) as sink:
         rounds, call_later = 0, asyncio.get_running_loop().call_later
         async for _ in publish_as_pipeline(sink, batches_of(made, 50)):
             rounds += 1

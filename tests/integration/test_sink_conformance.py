@@ -119,7 +119,8 @@ def jetstream_sink(
     mode, _, way = mode.partition(" ")
     settings: dict[str, Any] = {"servers": (url,), "streams": (stream,), "ack_timeout": 10.0, "mode": mode}
     settings["atomic"] = way == "atomic"
-    made = JetStreamSink(config.JetStream(**settings, connect_timeout=connect_timeout), direct=way != "slow")
+    # No predecessor can have anything on the wire: one answer speaks for a run of events from the first one on.
+    made = JetStreamSink(config.JetStream(**settings, connect_timeout=connect_timeout), direct=way != "slow", reach=0)
     made.resume({}, _ORIGIN)
     return made
 

@@ -18,7 +18,7 @@ from relay.event import Batch, Event, HeaderNames, Rejected, Transaction
 from relay.lsn import LSN
 from relay.outbox import Binding, Mapping
 from relay.routing import Router
-from relay.sink import nats_fence
+from relay.sink import nats_fence, nats_runs
 from relay.sink.nats_chain import Chain
 from relay.source import pgoutput
 from tests.fakes import begin, commit, insert, keepalive, relation, xlog_data
@@ -283,13 +283,20 @@ events = st.builds(
 )
 
 
-async def published(made: list[Event], sent: int, *, with_ids: bool) -> tuple[bytes, Any, Any]:
+def usual_event(number: int) -> Event:
+    return Event(b"id-%d" % number, "a.x", None, NAMES[0], (b"1", b"t"), b"{}", "o", Transaction(1, 2, 3.0, b""), 0)
+
+
+async def published(made: list[Event], sent: int, *, with_ids: bool, quiet: int) -> tuple[bytes, Any, Any]:
     wire = Wire()
     homes = {name: type("Home", (), {"name": name}) for name in "ab"}
     window = nats_fence.FencedWindow(wire, lambda topic: homes[topic[0]], ack_timeout=9, careful=False)  # type: ignore[arg-type,return-value]
-    window.begin([Chain("a", sent, []), Chain("b", 5, [])], with_ids=with_ids, dedupes=True, uncountable=False)
+    chains = [Chain("a", sent, []), Chain("b", 5, [])]
+    chains[0].quiet = sent + quiet
+    window.begin(chains, with_ids=with_ids, dedupes=True, uncountable=False)
     flight = window.submit(Batch(made, LSN(1)))
-    left = (flight.rejected, flight.remaining, {name: chain.sent for name, chain in window._chains.items()})
+    asked = [(token, asked.answers, asked.events, asked.seq) for token, asked in window._waiting.items()]
+    left = (flight.rejected, flight.remaining, asked, [chain.sent for chain in chains])
     out = wire.out
     if not flight.future.done():
         flight.future.cancel()
@@ -299,9 +306,27 @@ async def published(made: list[Event], sent: int, *, with_ids: bool) -> tuple[by
 
 
 @settings(max_examples=300, deadline=None)
-@given(made=st.lists(events, max_size=8), sent=st.sampled_from([0, 7, 97, 99, 999_998]), with_ids=st.booleans())
-def test_the_same_frames(made: list[Event], sent: int, with_ids: bool) -> None:
-    native = asyncio.run(published(made, sent, with_ids=with_ids))
+@given(
+    made=st.lists(events, max_size=8),
+    sent=st.sampled_from([0, 7, 97, 99, 999_998]),
+    with_ids=st.booleans(),
+    quiet=st.integers(0, 9),
+)
+def test_the_same_frames(made: list[Event], sent: int, with_ids: bool, quiet: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        for module in (nats_fence, nats_runs):
+            patch.setattr(module, "RUN", 3)
+        native = asyncio.run(published(made, sent, with_ids=with_ids, quiet=quiet))
         patch.setattr(nats_fence, "quick_frames", None)
-        assert asyncio.run(published(made, sent, with_ids=with_ids)) == native
+        assert asyncio.run(published(made, sent, with_ids=with_ids, quiet=quiet)) == native
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_one_answer_speaks_for_a_run(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where nobody else can write on; before that each event has its own."""
+    made = [usual_event(number) for number in range(250)]
+    if not native:
+        monkeypatch.setattr(nats_fence, "quick_frames", None)
+    out, (_, remaining, asked, _), _ = asyncio.run(published(made, 7, with_ids=True, quiet=100))
+    assert out.count(b"HPUB a.x _INBOX.x.") == 102
+    assert (remaining, asked) == (250, [(b"1", 100, 1, 0), (b"2", 1, 100, 207), (b"3", 1, 50, 257)])

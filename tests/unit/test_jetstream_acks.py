@@ -101,13 +101,23 @@ def on_the_wire(frames: _Frames) -> tuple[bytes, list[bytes], list[bytes]]:
     return wire, expected, others
 
 
+def told(seen: list[bytes]) -> Callable[[list[bytes], list[bytes]], None]:
+    """For `on_acks`."""
+
+    def on_acks(tokens: list[bytes], seqs: list[bytes]) -> None:
+        assert len(tokens) == len(seqs)
+        seen.extend(tokens)
+
+    return on_acks
+
+
 @given(_frames, st.lists(st.integers(0, 3000), max_size=30))
 def test_every_ack_is_seen_once_however_the_bytes_are_split(frames: _Frames, cuts: list[int]) -> None:
     wire, expected, others = on_the_wire(frames)
     seen: list[bytes] = []
     client = Client(lambda token, _: seen.append(token))
     parser = AckParser(
-        cast("InnerParser", Parser(client)), INBOX, seen.extend, lambda token, _status, _payload: seen.append(token)
+        cast("InnerParser", Parser(client)), INBOX, told(seen), lambda token, _status, _payload: seen.append(token)
     )
     bounds = sorted({0, len(wire), *(cut for cut in cuts if cut < len(wire))})
 
@@ -145,7 +155,7 @@ def test_the_tap_keeps_the_order_of_the_bytes(frames: _Frames, chance: random.Ra
     seen: list[bytes] = []
     client = Client(lambda token, _: seen.append(token))
     parser = AckParser(
-        cast("InnerParser", Parser(client)), INBOX, seen.extend, lambda token, _status, _payload: seen.append(token)
+        cast("InnerParser", Parser(client)), INBOX, told(seen), lambda token, _status, _payload: seen.append(token)
     )
     reader = Reader()
     before = chance.choice([0, 0, len(wire) // 2])
@@ -166,7 +176,7 @@ def test_the_tap_keeps_the_order_of_the_bytes(frames: _Frames, chance: random.Ra
 
 def test_a_plain_ack_does_not_wait_for_a_task() -> None:
     seen: list[bytes] = []
-    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, seen.extend, lambda *_: None)
+    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, told(seen), lambda *_: None)
     reader = Reader()
     tap = Tap(reader, parser, waiting=0)
     tap.data_received(plain(1) + plain(2))
@@ -179,7 +189,7 @@ def test_a_plain_ack_does_not_wait_for_a_task() -> None:
 @pytest.mark.parametrize("subject", [b"other", INBOX + b".9"])
 def test_what_looks_like_an_ack_inside_of_a_message_is_none(subject: bytes) -> None:
     seen: list[bytes] = []
-    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, seen.extend, lambda *_: None)
+    parser = AckParser(cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, told(seen), lambda *_: None)
     reader = Reader()
     tap = Tap(reader, parser, waiting=0)
     tap.data_received(b"MSG %b 1 %d\r\n" % (subject, len(plain(7))))
@@ -189,14 +199,17 @@ def test_what_looks_like_an_ack_inside_of_a_message_is_none(subject: bytes) -> N
 
 
 def test_plain_acks_come_many_at_a_time_and_others_with_status_and_payload() -> None:
-    runs: list[list[bytes]] = []
+    runs: list[tuple[list[bytes], list[bytes]]] = []
     replies: list[tuple[bytes, bytes, bytes]] = []
     parser = AckParser(
-        cast("InnerParser", Parser(Client(lambda *_: None))), INBOX, runs.append, lambda *reply: replies.append(reply)
+        cast("InnerParser", Parser(Client(lambda *_: None))),
+        INBOX,
+        lambda *acks: runs.append(acks),
+        lambda *reply: replies.append(reply),
     )
     data = plain(1) + plain(2) + headed(3) + plain(4, text=b'{"stream":"S","seq":0,"duplicate":true}') + plain(5)
     asyncio.run(cast("Any", parser.parse(data)))
-    assert runs == [[b"1", b"2"], [b"5"]]
+    assert runs == [([b"1", b"2"], [b"2", b"3"]), ([b"5"], [b"6"])]
     assert replies == [(b"3", b"503", b""), (b"4", b"", b'{"stream":"S","seq":0,"duplicate":true}')]
 
 
@@ -300,13 +313,13 @@ async def test_a_key_has_one_event_on_the_wire_across_batches() -> None:
     first = window.submit(batch(event(1), event(2), event(3, b"other")))
     second = window.submit(batch(event(4), event(5, None), event(6, None)))
     assert wire.ids == [b"e1", b"e3", b"e5"]
-    window.on_acks([b"1", b"3"])
+    window.on_acks([b"1", b"3"], [])
     assert wire.ids[3:] == [b"e2"]
     assert not first.future.done()
-    window.on_acks([b"2", b"5"])
+    window.on_acks([b"2", b"5"], [])
     assert wire.ids[4:] == [b"e4", b"e6"]
     assert list(await first.future) == []
-    window.on_acks([b"4", b"6"])
+    window.on_acks([b"4", b"6"], [])
     assert list(await second.future) == []
     assert window.on_the_wire == 0
 
@@ -315,7 +328,7 @@ async def test_relaxed_sends_everything_at_once() -> None:
     window, wire = opened(strict=False)
     flight = window.submit(batch(event(1), event(2), event(3)))
     assert wire.ids == [b"e1", b"e2", b"e3"]
-    window.on_acks([b"3", b"1", b"2"])
+    window.on_acks([b"3", b"1", b"2"], [])
     assert list(await flight.future) == []
 
 
@@ -323,7 +336,7 @@ async def test_a_failure_leaves_only_what_is_not_known_to_be_durable() -> None:
     window, wire = opened()
     first, second = batch(event(1, b"a"), event(2, b"b"), event(3, b"a")), batch(event(4, b"b"))
     flights = [window.submit(first), window.submit(second)]
-    window.on_acks([b"2"])
+    window.on_acks([b"2"], [])
     window.fail(SinkUnavailable("gone", hint="wait"))
     assert wire.aborted
     for flight in flights:
@@ -334,7 +347,7 @@ async def test_a_failure_leaves_only_what_is_not_known_to_be_durable() -> None:
     assert first.count == 3
     with pytest.raises(SinkUnavailable):
         window.submit(batch(event(5)))
-    window.on_acks([b"1"])  # late
+    window.on_acks([b"1"], [])  # late
     window.on_reply(b"3", b"", b"nonsense")
     assert [e.id for e in first.events] == [b"e1", b"e3"]
 
@@ -359,8 +372,8 @@ async def test_what_can_never_be_sent_is_rejected_and_stops_only_its_key(bad: di
     culprit = event(2, **bad)
     flight = window.submit(batch(event(1), culprit, event(3), event(4, b"other")))
     later = window.submit(batch(event(5), event(6, b"other")))
-    window.on_acks([b"1", b"4"])
-    window.on_acks([b"6"])
+    window.on_acks([b"1", b"4"], [])
+    window.on_acks([b"6"], [])
     rejected = await flight.future
     assert [r.event for r in rejected] == [culprit, event(3)]
     assert why in rejected[0].reason
@@ -373,7 +386,7 @@ async def test_an_event_that_the_server_rejects_takes_back_its_lane_until_it_is_
     window, wire = opened()
     first = window.submit(batch(event(1), event(2), event(3, b"other")))
     second = window.submit(batch(event(4)))
-    window.on_acks([b"3"])
+    window.on_acks([b"3"], [])
     window.on_reply(b"1", b"", b'{"error":{"code":400,"err_code":10054,"description":"too big"},"stream":"S","seq":0}')
     assert [(r.event.id, r.reason) for r in await first.future] == [
         (b"e1", "JetStream: too big (10054)"),
@@ -383,8 +396,8 @@ async def test_an_event_that_the_server_rejects_takes_back_its_lane_until_it_is_
     assert wire.ids == [b"e1", b"e3"]
     assert [r.event.id for r in await window.submit(batch(event(5))).future] == [b"e5"]
     again_first = window.submit(batch(event(1), event(2)))
-    window.on_acks([wire.sent[-1][0]])
-    window.on_acks([wire.sent[-1][0]])
+    window.on_acks([wire.sent[-1][0]], [])
+    window.on_acks([wire.sent[-1][0]], [])
     assert list(await again_first.future) == []
     assert wire.ids[2:] == [b"e1", b"e2"]
 
@@ -418,11 +431,11 @@ async def test_a_batch_behind_a_stream_lookup_is_sent_in_its_turn() -> None:
     missing = False
     window.release()
     assert wire.ids == [b"e1"]
-    window.on_acks([b"1"])
+    window.on_acks([b"1"], [])
     assert wire.ids == [b"e1", b"e2"]
     missing = True
     third = window.submit(batch(event(3, topic="events.new2")))
-    window.on_acks([b"2", b"3"])
+    window.on_acks([b"2", b"3"], [])
     assert list(await third.future) == []
 
 
@@ -454,7 +467,7 @@ def test_any_order_of_acks_keeps_each_key_in_order_with_one_on_the_wire(
             assert len(keys_out) == len(set(keys_out)) == window.on_the_wire
             token, _ = unacknowledged.pop(next(choices, 0) % len(unacknowledged))
             before = len(wire.sent)
-            window.on_acks([token])
+            window.on_acks([token], [])
             unacknowledged += wire.sent[before:]
         for key, ids in expected.items():
             assert [event_id for event_id in wire.ids if key_of[event_id] == key] == ids

@@ -12,8 +12,9 @@ import base64
 import itertools
 import random
 import re
+import sys
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tests.sinks import ORIGIN, make_event
 
 _HPUB = re.compile(rb"HPUB (\S+) (?:(\S+) )?(\d+) (\d+)\r\n")
 _NUMBERS = itertools.count()
+REACH = 24  # events that a connection may have on the wire
 LIMIT = 2000  # the model's max_msg_size: larger bodies are refused by the server, not by the sink
 
 
@@ -49,9 +51,15 @@ class Message:
 
 
 class Server:
-    """Streams with expected-last-sequence semantics, and optionally a dedupe window that never ends."""
+    """Streams with expected-last-sequence semantics, and optionally a dedupe window that never ends.
 
-    def __init__(self, streams: Mapping[str, str], *, dedupes: bool) -> None:
+    `drops`: it decides of an event late that it cannot have it, and takes those behind it one place further ahead, as
+    the leader of a replicated stream does for what it has proposed already. Whoever is told is told.
+    """
+
+    def __init__(self, streams: Mapping[str, str], *, dedupes: bool, drops: Callable[[], bool] = lambda: False) -> None:
+        self.drops = drops
+        self.dropped = dict.fromkeys(streams, 0)  # since it was asked for its state
         self.subjects = dict(streams)
         self.stored: dict[str, list[Message]] = {name: [] for name in streams}
         self.dedupes = dedupes
@@ -80,8 +88,11 @@ class Server:
             return head[2], answer
         if len(body) > LIMIT:
             answer = b'{"error":{"code":400,"err_code":10054,"description":"message size exceeds maximum allowed"}}'
-        elif message.expected != len(stream):
+        elif message.expected != len(stream) + self.dropped[name]:
             answer = b'{"error":{"code":400,"err_code":10071,"description":"wrong last sequence: %d"}}' % len(stream)
+        elif self.drops():
+            self.dropped[name] += 1
+            answer = b'{"error":{"code":503,"err_code":10077,"description":"maximum messages exceeded"}}'
         elif self.dedupes and (seq := next((n for n, m in enumerate(stream, 1) if m.id == message.id), 0)):
             answer = b'{"stream":"%b","seq":%d,"duplicate":true}' % (name.encode(), seq)
         else:
@@ -135,6 +146,7 @@ class Connection:
         name = subject.rpartition(".")[2]
         stream = self.server.stored[name]
         if ".INFO." in subject:
+            self.server.dropped[name] = 0
             there = [seq for seq, message in enumerate(stream, 1) if message.there]
             return {
                 "config": {
@@ -164,7 +176,7 @@ class Connection:
             if b"error" in payload or b"duplicate" in payload or b"batch" in payload:
                 self.listener.on_reply(token, b"", payload)
             else:
-                self.listener.on_acks([token])
+                self.listener.on_acks([token], re.findall(rb'"seq":(\d+)', payload))
 
     def abort(self) -> None:
         self.server.cut.extend(self.out)  # in the server's buffers: it may still take them
@@ -187,11 +199,14 @@ class World:
         reorders: bool,
         dedupes: bool,
         atomic: bool = False,
+        drops: bool = False,
     ) -> None:
         self.chance = chance
         self.consuming = consuming
         self.reorders = reorders
-        self.server = Server({"A": "a.>", "B": "b.>"}, dedupes=dedupes)
+        self.crashing = True
+        drop = (lambda: self.crashing and chance.random() < 0.01) if drops else lambda: False
+        self.server = Server({"A": "a.>", "B": "b.>"}, dedupes=dedupes, drops=drop)
         topics = ("a.x", "b.x", "a.y")
         self.stream = [
             make_event(n, topic=topics[chance.randrange(3)], key=b"k%d" % chance.randrange(4)) for n in range(count)
@@ -205,7 +220,7 @@ class World:
             mode="fenced",
             atomic=atomic,
         )
-        self.sink = JetStreamSink(config)
+        self.sink = JetStreamSink(config, reach=REACH)
 
     def _shuffled(self) -> list[Event]:
         """Another order with the same order per key: as the table has it when its writers do not serialise."""
@@ -229,6 +244,7 @@ class World:
         raise AssertionError("it does not end")
 
     async def _live(self, *, crashes: bool) -> None:
+        self.crashing = crashes
         chance, sink = self.chance, self.sink
         order = self.stream if not self.reorders or chance.random() < 0.5 else self.table
         same = self.order is order
@@ -273,7 +289,7 @@ class World:
                     if task is not None:
                         task.cancel()
                 await sink.close()
-                self.sink = JetStreamSink(sink._config)
+                self.sink = JetStreamSink(sink._config, reach=REACH)
                 return
             elif what < 0.97 and self.consuming:
                 self._consume()
@@ -365,7 +381,7 @@ _MANY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCh
 
 @pytest.mark.guarantee("G4")
 @_MANY
-@given(st.integers(0, 1 << 32), st.booleans(), st.booleans(), st.integers(1, 60), st.booleans())
+@given(st.integers(0, 1 << 32), st.booleans(), st.booleans(), st.integers(1, 200), st.booleans())
 @example(2000, True, False, 38, False)  # an event of a wave was in time from an earlier connection, in another's place
 @example(1994, True, False, 120, False)
 def test_each_event_is_stored_once_and_in_order(
@@ -373,6 +389,19 @@ def test_each_event_is_stored_once_and_in_order(
 ) -> None:
     """Lives in the order of the stream and of the table, cuts at any frame, lost and late frames, lost answers."""
     simulate(seed, count=count, consuming=False, reorders=reorders, dedupes=dedupes, atomic=atomic).check()
+
+
+@pytest.mark.guarantee("G1")
+@_MANY
+@given(st.integers(0, 1 << 32), st.booleans(), st.integers(60, 200))
+def test_an_event_that_is_dropped_while_those_behind_it_are_taken(seed: int, dedupes: bool, count: int) -> None:
+    """Nobody says so to an event that asks for no answer: the sequence of the one that speaks for it does.
+
+    It comes again behind the others; and what is late may be stored twice then, at another place than its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "REACH", 6)
+        simulate(seed, count=count, consuming=False, reorders=False, dedupes=dedupes, drops=True).check(duplicates=True)
 
 
 @pytest.mark.guarantee("G4")
