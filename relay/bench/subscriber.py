@@ -166,9 +166,9 @@ def kafka(address: str, name: str, notes: Notes) -> None:
             leader.ask()
         print("ready", flush=True)
         while not notes.done:
-            for span in fetched(leaders, 0.1):
+            for at, span in fetched(leaders, 0.1):
                 notes.last = time.monotonic()
-                arrivals[span.partition].append((span.end, time.time_ns() // 1000))
+                arrivals[span.partition].append((span.end, at))
         for leader in leaders:
             leader.close()
     else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.bench.kafka_fetch import Leader, Span, fetched, request, spans_of
+from relay.bench.kafka_fetch import Leader, Span, fetched, request, session_of, spans_of
 
 TOPIC = b"orders.created"
 
@@ -25,8 +25,8 @@ def _partition(number: int, records: bytes | None, error: int = 0, aborted: int 
     return head + pack(">ii", -1, -1 if records is None else len(records)) + (records or b"")
 
 
-def _answer(*partitions: bytes, error: int = 0) -> bytes:
-    head = pack(">iihi", 0, 0, error, 0) + pack(f">ih{len(TOPIC)}s", 1, len(TOPIC), TOPIC)
+def _answer(*partitions: bytes, error: int = 0, session: int = 0) -> bytes:
+    head = pack(">iihi", 0, 0, error, session) + pack(f">ih{len(TOPIC)}s", 1, len(TOPIC), TOPIC)
     return head + pack(">i", len(partitions)) + b"".join(partitions)
 
 
@@ -53,12 +53,20 @@ def test_what_a_broker_refuses_ends_the_run_but_not_a_topic_that_is_new() -> Non
     with pytest.raises(SystemExit, match="error 29"):
         list(spans_of(_answer(_partition(0, None, error=29))))
     with pytest.raises(SystemExit, match="error 35"):
-        list(spans_of(_answer(error=35)))
+        session_of(_answer(error=35))
 
 
 def test_a_leader_is_asked_for_what_comes_next() -> None:
+    """All partitions, until the broker keeps a session; then what has changed; all when it has forgotten us."""
     asked: list[bytes] = []
-    answers = [_answer(_partition(0, _batch(0, 3))), _answer(_partition(0, None)), _answer(_partition(1, _batch(0, 1)))]
+    answers = [
+        _answer(_partition(0, _batch(0, 3))),
+        _answer(_partition(0, None), session=7),
+        _answer(_partition(1, _batch(0, 1)), session=7),
+        _answer(session=7),
+        _answer(error=70),
+        _answer(_partition(0, _batch(3, 1)), session=8),
+    ]
 
     def broker(server: socket.socket) -> None:
         client, _ = server.accept()
@@ -77,9 +85,16 @@ def test_a_leader_is_asked_for_what_comes_next() -> None:
         leader = Leader(server.getsockname(), TOPIC.decode(), [0, 1])
         leader.ask()
         spans: list[Span] = []
-        while len(spans) < 2:
-            spans += fetched([leader], 10.0)
+        while len(spans) < 3:
+            spans += [span for _, span in fetched([leader], 10.0)]
         leader.close()
         thread.join()
-    assert spans == [Span(0, 0, 3), Span(1, 0, 1)]
-    assert asked == [request(TOPIC, {0: at, 1: 0}) for at in (0, 3, 3)]
+    assert spans == [Span(0, 0, 3), Span(1, 0, 1), Span(0, 3, 4)]
+    assert asked == [
+        request(TOPIC, {0: 0, 1: 0}),
+        request(TOPIC, {0: 3, 1: 0}),
+        request(TOPIC, {}, 7, 1),
+        request(TOPIC, {1: 1}, 7, 2),
+        request(TOPIC, {}, 7, 3),
+        request(TOPIC, {0: 3, 1: 1}),
+    ]
