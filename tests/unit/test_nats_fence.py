@@ -392,6 +392,7 @@ def test_each_event_is_stored_once_and_in_order(
 
 
 @pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G4")
 @_MANY
 @given(st.integers(0, 1 << 32), st.booleans(), st.integers(60, 200))
 def test_an_event_that_is_dropped_while_those_behind_it_are_taken(seed: int, dedupes: bool, count: int) -> None:
