@@ -245,6 +245,9 @@ def _sections(options: Options, dsn: str, broker: Proxy) -> dict[str, Any]:
     else:
         of_kafka = {"options": {"bootstrap.servers": broker.url}, "connect_timeout": "5s", "mode": options.mode}
         sink = {"kind": "kafka", "kafka": of_kafka}
+    delivery = {"backoff_initial": "100ms", "backoff_max": "1s", "shutdown_timeout": "5s"}
+    # A fence acknowledges every event for itself until a window's worth was stored since the last fault (ADR 0020).
+    small = {"max_in_flight_events": 300, "max_batch_events": 100} if options.seed % 2 else {}
     return {
         "database": {"dsn": dsn, "connect_timeout": "3s"},
         "source": {
@@ -256,7 +259,7 @@ def _sections(options: Options, dsn: str, broker: Proxy) -> dict[str, Any]:
         },
         "routing": {"format": "payload"},
         "sink": sink,
-        "delivery": {"backoff_initial": "100ms", "backoff_max": "1s", "shutdown_timeout": "5s"},
+        "delivery": {**delivery, **small},
         "checkpoint": {"interval": "300ms"},
         "log": {"format": "json"},
     }
