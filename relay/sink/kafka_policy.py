@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Option] = {
     "compression.type": "lz4",
     "linger.ms": 0,  # batches grow by themselves while others are on their way to the partition (ADR 0015)
     "socket.nagle.disable": True,  # else a small request waits until the answer to the one before is there
+    "max.in.flight.requests.per.connection": 3,  # what comes meanwhile travels together (ADR 0021)
     "statistics.interval.ms": 0,
 }
 
