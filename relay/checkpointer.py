@@ -74,7 +74,7 @@ class Checkpointer:
 
     async def tick(self) -> None:
         """Sample; promote what is acknowledged and agreed; save and confirm if anything of ours moved."""
-        covered, waiting = dict(self._pipeline.covered), self.audit.waiting()
+        covered, waiting = dict(self._pipeline.coverage.whole), self.audit.waiting()
         sample = await self._store.sample()
         self._progress.server_lsn = sample.lsn
         window = self.audit.due(self._pipeline.acknowledged)
@@ -131,8 +131,9 @@ class Checkpointer:
 
     async def _save(self) -> None:
         # Together: a mark must not be newer than the LSN that it is saved with.
-        acknowledged, promoted, marks = self._pipeline.acknowledged, self._promoted, dict(self._pipeline.covered)
-        injections, unseen = self._pipeline.injections, self.audit.unseen
+        pipeline = self._pipeline
+        acknowledged, promoted, marks = pipeline.acknowledged, self._promoted, dict(pipeline.coverage.whole)
+        injections, unseen = pipeline.injections, self.audit.unseen
         if self._write_back is not None:
             # What is behind the checkpoint never comes again to be marked; what is acknowledged meanwhile may not be.
             await self._write_back.caught_up()

@@ -70,7 +70,7 @@ class _Door:
             try:
                 # The next rows are not the ones that would have come: what the broker holds beyond the marks is read.
                 await self.sink.close()  # a round by snapshots may have left it open
-                self.pipeline.same_order = False
+                self.pipeline.coverage.same_order = False
                 self.flights.clear()
                 self.idle.clear()
                 self.shut.clear()
@@ -137,7 +137,7 @@ class _Door:
         """The broker's marks may pass a batch when it and all before it are marked in the table."""
         flight.committed = True
         while self.flights and self.flights[0].committed:
-            self.pipeline.marks |= self.flights.popleft().batch.marks
+            self.pipeline.coverage.note(self.flights.popleft().batch.marks)
 
     def _tell(self) -> None:
         if self.inside == 0:
@@ -249,7 +249,7 @@ class Claims:
 
         That may be the backend of a relay that died: his rows are stored, and come when he lets go of them.
         """
-        horizon = self._door.pipeline.horizon
+        horizon = self._door.pipeline.coverage.horizon
         if horizon is None:  # no marks: nobody asks
             return False
         return await oldest_xid(session) >= horizon

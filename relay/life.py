@@ -54,7 +54,7 @@ class Life:
 
     async def run(self, *, from_now: bool) -> None:
         frame, memory = self._frame, self._memory
-        config, pipeline = frame.config, frame.pipeline
+        config, coverage = frame.config, frame.coverage
         checkpoint = await frame.claim_checkpoint()
         if config.source.mode == "poll":
             polling = claim if config.poll.strategy == "claim" else poll
@@ -66,12 +66,12 @@ class Life:
                 checkpoint = await heal(frame, checkpoint, memory.incomplete)
             memory.incomplete = None
         else:
-            pipeline.same_order = checkpoint.marks.get(ROUTING) == pipeline.routing
+            coverage.same_order = checkpoint.marks.get(ROUTING) == coverage.routing
         if frame.stopping.is_set():
             return
         try:
             if (fault := await self._fault(checkpoint)) is not None:
-                pipeline.same_order = False
+                coverage.same_order = False
                 checkpoint = await recover(
                     frame, memory, checkpoint, fault, from_now=from_now and checkpoint.phase == "new"
                 )
@@ -79,7 +79,7 @@ class Life:
             memory.learn(decisive(exc))
             raise
         if not frame.opened_before:  # straight to the stream: it goes on exactly where the LSN is
-            pipeline.marks = dict(checkpoint.marks)
+            coverage.marks = dict(checkpoint.marks)
         if not frame.stopping.is_set():
             identity = frame.identity
             await frame.store.adopt(identity.system_identifier, identity.timeline, config.source.slot)

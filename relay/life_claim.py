@@ -62,13 +62,13 @@ async def claim(frame: Frame, checkpoint: Checkpoint, *, from_now: bool) -> None
             for mapping in frame.tables.mappings
         ]
 
-    saved = dict(pipeline.marks)
+    saved = dict(frame.coverage.marks)
 
     async def note() -> None:
         nonlocal saved
         frame.progress.server_lsn = (await store.sample()).lsn  # a sign of life
-        if pipeline.marks != saved:
-            marks = dict(pipeline.marks)
+        if frame.coverage.marks != saved:
+            marks = dict(frame.coverage.marks)
             await store.save_polled("claim", since, marks=marks)
             saved = marks
 

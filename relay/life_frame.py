@@ -60,6 +60,7 @@ class Frame:
             opening=self._prove,
             depth=depth_of(config),
         )
+        self.coverage = self.pipeline.coverage
         self.tables = Tables(config, write_back)
         self.identity = Identity("", 0, NOWHERE, "", 0)
         self.wal: WalSender | None = None  # the stream's
@@ -75,17 +76,17 @@ class Frame:
         checkpoint = await store.claim(identity.system_identifier, identity.timeline, config.source.slot)
         progress.epoch = checkpoint.epoch
         self._begun = set(checkpoint.marks)
-        self.pipeline.marks = dict(checkpoint.readback)
-        self.pipeline.origin = f"{config.relay.name}:{identity.system_identifier}-{identity.database_oid}"
-        self.pipeline.routing = _fingerprint(config)
-        self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self.pipeline.routing
+        self.coverage.marks = dict(checkpoint.readback)
+        self.coverage.origin = f"{config.relay.name}:{identity.system_identifier}-{identity.database_oid}"
+        self.coverage.routing = _fingerprint(config)
+        self._rerouted = bool(checkpoint.marks) and checkpoint.marks.get(ROUTING) != self.coverage.routing
         guard(checkpoint, identity.system_identifier, await store.sample())
         return checkpoint
 
     async def _prove(self) -> None:
         """Before the sink is opened again: see that nobody took over meanwhile. At first we have just claimed it."""
         if self.opened_before:
-            self._begun |= self.pipeline.marks.keys()  # met meanwhile: their marks are no beginnings any more
+            self._begun |= self.coverage.marks.keys()  # met meanwhile: their marks are no beginnings any more
             try:
                 async with self._clerk() as store:
                     await store.prove()
@@ -96,7 +97,7 @@ class Frame:
 
     async def _sink_opened(self) -> None:
         """Before anything is published: note where new destinations begin."""
-        marks = self.pipeline.marks
+        marks = self.coverage.marks
         new = {name: mark for name, mark in marks.items() if name not in self._begun and name != UNCOUNTABLE}
         if self._rerouted:
             self._rerouted = False
@@ -107,8 +108,8 @@ class Frame:
                     self._begun |= new.keys()
                     await store.save_marks(new)
                 # Whoever wrote to the broker before us had received it by now, so it was committed before this, …
-                self.pipeline.settled_at = (await store.sample()).lsn
-                self.pipeline.horizon = await store.burn()  # … but perhaps no snapshot sees it yet
+                self.coverage.settled_at = (await store.sample()).lsn
+                self.coverage.horizon = await store.burn()  # … but perhaps no snapshot sees it yet
         self.opened_before = True
 
     @asynccontextmanager

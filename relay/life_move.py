@@ -90,7 +90,7 @@ async def _pause(frame: Frame) -> None:
     """Until the next tick: the interval. Without a fence also a window of events: more would come twice (G4)."""
     interval, published = frame.config.checkpoint.interval, frame.pipeline.published
     due = time.monotonic() + interval
-    step = interval if frame.pipeline.marks else min(interval, _STEP)
+    step = interval if frame.coverage.marks else min(interval, _STEP)
     while (left := due - time.monotonic()) > 0:
         # Not a plain sleep: this hears at once when Postgres ends the session (57P01), and then everything stops.
         with translated():
@@ -112,7 +112,7 @@ def requests(frame: Frame, injector: Injector | None = None) -> Sequence[Corouti
         return ()
 
     async def distrust_counts() -> None:
-        if frame.pipeline.marks:
+        if frame.coverage.marks:
             await frame.store.save_marks({UNCOUNTABLE: 1})
 
     def stamp(run: str) -> bytes:

@@ -58,7 +58,7 @@ async def recover(
     )
     if frame.stopping.is_set() or not started:
         return checkpoint
-    marks = frame.pipeline.marks
+    marks = frame.coverage.marks
     await frame.store.save(started[-1], source.since, marks=marks, readback=marks)
     memory.gave_up = False
     progress.last_error = progress.last_hint = ""

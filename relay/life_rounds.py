@@ -170,10 +170,10 @@ class _Rounds:
         if self._write_back is not None:
             await self._write_back.caught_up()
         async with self.saving:  # to the end: when it is let go, the source is between rounds
-            await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.marks)
+            await self._store.save_polled(self._phase, gap.sample, marks=self._pipeline.coverage.marks)
             if self._complete:
                 now = time.monotonic()
                 if now - self._remembered_at >= self._history.history_interval:
                     self._remembered_at = now
                     await self._store.remember(gap.sample.lsn, gap.sample, self._history.history_retention)
-                self._pipeline.settle(gap.sample.snapshot.xmin)
+                self._pipeline.coverage.settle(gap.sample.snapshot.xmin)

@@ -61,7 +61,7 @@ async def stream(frame: Frame, memory: Memory, checkpoint: Checkpoint) -> None:
             wal.close()
     except (RelayError, BaseExceptionGroup) as exc:
         failure = decisive(exc)
-        if isinstance(failure, EventRejected) and frame.pipeline.marks:
+        if isinstance(failure, EventRejected) and frame.coverage.marks:
             with suppress(RelayError):  # what is stored behind the rejected event is not one event per place
                 await frame.store.save_marks({UNCOUNTABLE: 1})
         if isinstance(failure, ContractError) and decoder and decoder.commit_lsn < frame.identity.end_lsn:

@@ -13,21 +13,22 @@ import bisect
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 
 import structlog
 
 from relay.audit import Audit
 from relay.backoff import Backoff
 from relay.config import Delivery
+from relay.coverage import Coverage
 from relay.depth import Depth
 from relay.errors import EventRejected, RelayError, SourceUnavailable, Superseded, TransientError
 from relay.event import Batch, Event, Rejected
 from relay.lsn import LSN
 from relay.metrics import Metrics
 from relay.progress import Progress
-from relay.sink import ROUTING, UNCOUNTABLE, Sink
+from relay.sink import Sink
 from relay.source import Source
 from relay.writeback import WriteBack
 
@@ -85,20 +86,9 @@ class Pipeline:
         self._reader: asyncio.Task[TransientError | None] | None = None
         self._emptied.set()
         self._room.set()
-        self.marks: dict[str, int] = {}  # how far the broker's destinations are covered by what is acknowledged
-        self._opened_before = False
-        self.covered: dict[str, int] = {}  # the same, by what is before the acknowledged LSN: whole transactions
-        self._last_commit = 0  # commit LSN of the last acknowledged event
-        self.origin = ""
-        self.routing = 0  # its fingerprint
-        self.same_order = False  # what comes after the marks comes as it came before: their successors can be counted
-        self.settled_at: LSN | None = None  # streaming: here everything has come by that the broker holds beyond them
-        self._settled = False
-        self.horizon: int | None = None  # what the broker held beyond them when it was opened is of older transactions
+        self.coverage = Coverage()
         self._running = False
         self._ending = False  # nothing is injected any more
-        self._injecting = False
-        self._uncountable = 0  # what the sink itself says of its marks
         self.injections = 0  # batches that were injected and acknowledged
         self.begin(start)
 
@@ -108,41 +98,15 @@ class Pipeline:
         self.last_event_lsn = start  # end of the newest acknowledged batch that had events
         self.published = 0  # events of this source
         self.audit = audit
-        self.covered, self._last_commit = self.marks, 0
-
-    def settle(self, before: int) -> None:
-        """The source has shown everything of transactions before this one: what the broker held has come by now.
-
-        Not so while one that is older than the opening may still show rows: it waits for a standby, or the round was
-        begun by another life.
-        """
-        if self.horizon is not None and before >= self.horizon:
-            self._settled = True
+        self.coverage.begin()
 
     async def drained(self) -> None:
         """Return when everything that was handed on is acknowledged."""
         await self._emptied.wait()
 
-    @contextmanager
-    def injecting(self) -> Iterator[None]:
-        """Meanwhile the marks say that what lies beyond them is not only the source's events in their order.
-
-        On a regular end everything injected is covered by the marks; else they go on saying so, for the next life.
-        """
-        self._injecting = True
-        self._note_marks({})
-        try:
-            yield
-        except RelayError as exc:
-            if not isinstance(exc, TransientError):  # a page that was refused: it is over, too
-                self._end_injecting()
-            raise
-        self._end_injecting()
-
-    def _end_injecting(self) -> None:
-        self._injecting = False
-        if self.marks:
-            self.marks[UNCOUNTABLE] = self._uncountable
+    def injecting(self) -> AbstractContextManager[None]:
+        """Around any number of `inject`."""
+        return self.coverage.injecting()
 
     async def inject(self, batch: Batch) -> Sequence[Rejected]:
         """Publish a batch that is not the source's, between its batches; returns when it is acknowledged.
@@ -273,7 +237,7 @@ class Pipeline:
         """
         async for batch in batches:
             events, end = batch.events, batch.end_lsn
-            if self.marks and self.audit is not None and events and events[-1].transaction.commit_lsn >= end:
+            if self.coverage.marks and self.audit is not None and events and events[-1].transaction.commit_lsn >= end:
                 at = bisect.bisect_left(events, int(end), key=lambda event: event.transaction.commit_lsn)
                 if at:
                     size = batch.size_bytes * at // len(events)
@@ -283,7 +247,7 @@ class Pipeline:
 
     def _submit(self, pending: _Pending) -> None:
         pending.submitted_at = time.monotonic()
-        pending.batch.settled = self._settled
+        pending.batch.settled = self.coverage.settled
         pending.task = asyncio.ensure_future(self._sink.publish(pending.batch))
         self._progress.publish_attempts += len(pending.batch.events)
 
@@ -331,23 +295,15 @@ class Pipeline:
 
     async def open(self) -> None:
         """Open the sink: nobody may have taken over before and after it."""
-        self._settled, self.horizon = False, None
+        coverage = self.coverage
         if self._opening is not None:
             await self._opening()
-        met = self.marks.keys() - {UNCOUNTABLE, ROUTING} if self._opened_before else frozenset()
-        self._sink.resume(self.marks if self.same_order else {**self.marks, UNCOUNTABLE: 1}, self.origin)
+        coverage.hand_to(self._sink)
         await self._sink.open()
-        marks = self._sink.marks
-        self.marks, self._uncountable = {}, 0
-        self._note_marks({**marks, ROUTING: self.routing} if marks else {})
-        said = {name: mark for name, mark in self.covered.items() if name not in (UNCOUNTABLE, ROUTING)}
-        # What was first met within the transaction under way is not covered: the sink knows where it begins.
-        covered = {n: said.get(n, mark) for n, mark in self.marks.items() if n in said or n not in met}
-        self.covered = self.marks if covered == self.marks else covered
-        self._opened_before = True
+        coverage.opened(self._sink.marks)
         if self._opened is not None:
             await self._opened()
-        self.same_order = True  # opened again, it is given the same batches again
+        coverage.same_order = True  # opened again, it is given the same batches again
 
     async def _finish(self, backoff: Backoff) -> None:
         progress, metrics, window = self._progress, self._metrics, self._window
@@ -382,16 +338,13 @@ class Pipeline:
             now = time.monotonic()
             metrics.observe(delivery, now - pending.submitted_at)
             self._depth.answered(batch.count, now - pending.submitted_at, now)
-            whole = self.covered is self.marks  # no part of a transaction is behind what is covered
-            self._note_marks(batch.marks)
             if pending.injected is None:
+                self.coverage.acknowledged(batch.marks, pending.last_commit)
                 self.last_event_lsn = batch.end_lsn
                 self.published += batch.count
-                self._last_commit = pending.last_commit
             else:
+                self.coverage.injected(batch.marks)
                 self.injections += 1
-                if whole:
-                    self.covered = self.marks
                 if not pending.injected.done():
                     pending.injected.set_result(outcome)
             self._advance(batch)
@@ -413,25 +366,15 @@ class Pipeline:
             if pending.task is not None and isinstance(pending.task.exception(), RelayError):
                 pending.task = None
 
-    def _note_marks(self, marks: Mapping[str, int]) -> None:
-        self._uncountable = marks.get(UNCOUNTABLE, self._uncountable)
-        if not marks and not (self._injecting and self.marks):
-            return
-        self.marks = {**self.marks, **marks}  # a new one: `covered` keeps the old
-        if self._injecting and self.marks:
-            self.marks[UNCOUNTABLE] = 1
-
     def _advance(self, batch: Batch) -> None:
-        if batch.end_lsn > self._last_commit:
-            self.covered = self.marks
+        self.coverage.advance(batch.end_lsn)
         if batch.transactions and self.audit is not None:
             self.audit.acknowledged(batch.transactions)
         if batch.end_lsn > self.acknowledged:
             self.acknowledged = batch.end_lsn
             if self.audit is not None:  # a stream: elsewhere it is a count of rows
                 self._progress.acknowledged_lsn = batch.end_lsn
-                if self.settled_at is not None and batch.end_lsn >= self.settled_at:
-                    self._settled, self.settled_at = True, None
+                self.coverage.reached(batch.end_lsn)
 
     def _reject(self, rejected: Sequence[Rejected]) -> None:
         """The policy for what the sink can never take: stop, and name it. Nothing after it is confirmed."""

@@ -82,13 +82,13 @@ async def test_a_destination_met_within_a_transaction_is_not_covered_by_opening_
     pipeline, _ = make(sink)
     sink.marks = {"known": 10}
     await pipeline.open()
-    assert pipeline.covered["known"] == 10
-    pipeline.marks = pipeline.marks | {"known": 15, "new": 7}  # acknowledged: parts of a transaction
+    assert pipeline.coverage.whole["known"] == 10
+    pipeline.coverage.marks = pipeline.coverage.marks | {"known": 15, "new": 7}  # acknowledged: parts of a transaction
     sink.marks = {"known": 15, "new": 7, "just made": 3}
     await pipeline.open()
-    covered = {name: mark for name, mark in pipeline.covered.items() if name in sink.marks}
+    covered = {name: mark for name, mark in pipeline.coverage.whole.items() if name in sink.marks}
     assert covered == {"known": 10, "just made": 3}
-    assert pipeline.marks["new"] == 7
+    assert pipeline.coverage.marks["new"] == 7
 
 
 # ------------------------------------------------------------------------------------------------------- any history
@@ -366,10 +366,10 @@ async def test_what_the_broker_held_is_settled_only_when_no_older_transaction_ca
         async def batches(self) -> AsyncIterator[Batch]:
             for each, before in zip(self._batches, (None, 9, 10), strict=True):
                 if before is not None:
-                    pipeline.settle(before)
+                    pipeline.coverage.settle(before)
                 yield each
                 await until(lambda each=each: pipeline.acknowledged == each.end_lsn)  # type: ignore[misc]
-                pipeline.horizon = 10  # as its owner notes when the sink is open
+                pipeline.coverage.horizon = 10  # as its owner notes when the sink is open
 
     await asyncio.wait_for(pipeline.run(Rounds(batches)), 60)
     assert [each.settled for each in batches] == [False, False, True]

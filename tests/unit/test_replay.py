@@ -189,13 +189,13 @@ async def test_an_injected_batch_acknowledges_nothing_and_its_refusals_stop_nobo
         while progress.published_events < 1:
             await asyncio.sleep(0)
         with pipeline.injecting():
-            assert pipeline.marks[UNCOUNTABLE] == 1
+            assert pipeline.coverage.marks[UNCOUNTABLE] == 1
             assert await pipeline.inject(Batch([event(7)], NOWHERE, 1, 1.0)) == []
-            assert pipeline.marks[UNCOUNTABLE] == 1
+            assert pipeline.coverage.marks[UNCOUNTABLE] == 1
             sink.refuse = {b"e8"}
             assert [each.event.id for each in await pipeline.inject(Batch([event(8)], NOWHERE, 1, 1.0))] == [b"e8"]
-        assert pipeline.marks["S"] == 2
-        assert pipeline.marks[UNCOUNTABLE] == 0
+        assert pipeline.coverage.marks["S"] == 2
+        assert pipeline.coverage.marks[UNCOUNTABLE] == 0
         assert (pipeline.acknowledged, pipeline.last_event_lsn) == (LSN(10), LSN(10))
         assert (progress.published_events, progress.in_flight_events, pipeline.injections) == (1, 0, 2)
         pipeline.stop()
