@@ -260,12 +260,12 @@ def insert(oid: int, cells: Sequence[bytes | None]) -> bytes:
     return pack(">cIcH", b"I", oid, b"N", len(cells)) + row
 
 
-def xlog_data(message: bytes, lsn: int = 0) -> bytes:
-    return pack(">cQQq", b"w", lsn, lsn, 0) + message
+def xlog_data(message: bytes, lsn: int = 0, sent: int = 0) -> bytes:
+    return pack(">cQQq", b"w", lsn, lsn, sent) + message
 
 
-def keepalive(end_lsn: int, *, reply: bool = False) -> bytes:
-    return pack(">cQqB", b"k", end_lsn, 0, reply)
+def keepalive(end_lsn: int, *, reply: bool = False, sent: int = 0) -> bytes:
+    return pack(">cQqB", b"k", end_lsn, sent, reply)
 
 
 def left_to_python(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:

@@ -20,10 +20,21 @@ from relay.routing import Router
 XLOGDATA, KEEPALIVE = b"wk"
 HEADER = 25  # of XLogData: 'w', start LSN, end LSN, server time; then the plugin's message
 
+_SENT = Struct(">q")  # microseconds since 2000
+EPOCH = 946_684_800  # 2000-01-01 in Unix time: Postgres counts microseconds from there
 _KEEPALIVE = Struct(">QQB")  # end of WAL, server time, reply requested
 
 Bind = Callable[[str, Sequence[tuple[str, int]]], tuple[Router, Binding] | None]
 """How to read a table's rows, given its name and its columns (name, type OID); None for a table that is not ours."""
+
+
+def unix_time(microseconds: int) -> float:
+    return EPOCH + microseconds / 1_000_000
+
+
+def sent_at(message: bytes) -> float:
+    """When Postgres sent this message, which was decoded before, by Postgres' clock (Unix time)."""
+    return unix_time(_SENT.unpack_from(message, 17 if message[0] == XLOGDATA else 9)[0])
 
 
 class Decoder(ABC):

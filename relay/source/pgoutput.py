@@ -17,7 +17,7 @@ from relay.event import Event, Rejected, Transaction
 from relay.hot import Reader, reader, walk
 from relay.lsn import LSN
 from relay.routing import Router, Unroutable
-from relay.source.decoder import HEADER, XLOGDATA, Decoder
+from relay.source.decoder import HEADER, XLOGDATA, Decoder, unix_time
 
 BEGIN, COMMIT, RELATION, INSERT, MESSAGE = b"BCRIM"
 
@@ -26,7 +26,6 @@ _COMMIT = Struct(">BQQq")  # flags, commit_lsn, end_lsn, commit time
 _COLUMN = Struct(">Ii")  # type OID, type modifier
 _OID = Struct(">I")
 _COUNT = Struct(">H")
-_EPOCH = 946_684_800  # 2000-01-01 in Unix time: Postgres counts microseconds from there
 
 
 class Begin(NamedTuple):
@@ -50,10 +49,6 @@ class Relation(NamedTuple):
     schema: str
     table: str
     columns: tuple[Column, ...]
-
-
-def unix_time(microseconds: int) -> float:
-    return _EPOCH + microseconds / 1_000_000
 
 
 def decode_begin(data: bytes, start: int) -> Begin:

@@ -18,10 +18,10 @@ from psycopg.rows import TupleRow
 from relay.config import Database
 from relay.errors import AuthError, RelayError, SourceUnavailable
 from relay.lsn import LSN
+from relay.source.decoder import EPOCH
 from relay.source.session import hanging_up, options_of, publication_missing, translate, translated
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
-_PG_EPOCH = 946_684_800
 
 
 class WalSender:
@@ -158,7 +158,7 @@ class WalSender:
 
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
         """Tell Postgres how far we are; `confirmed` is what it may forget. With `reply` it answers at once."""
-        now = int((time.time() - _PG_EPOCH) * 1_000_000)
+        now = int((time.time() - EPOCH) * 1_000_000)
         try:
             # A full send buffer drops this status; the next one, some seconds later, says it all again.
             self._pgconn.put_copy_data(_STATUS.pack(b"r", received, confirmed, confirmed, now, reply))

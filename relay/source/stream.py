@@ -2,9 +2,9 @@
 
 Rows arrive only after their transaction committed, so they are handed on as they come; a transaction is never buffered.
 Batches form by themselves: what the socket has, up to a cap. So latency is lowest when the outbox is quiet, and batches
-grow under load. None waits to be filled; only for the rest of a transaction that is probably being sent, a
-millisecond at most (ADR 0014). A keepalive is a position in the same order as the commits: an idle outbox
-lets Postgres forget its WAL, however busy other tables are (G7).
+grow under load. None waits to be filled: only for the rest of a transaction that is probably being sent, a millisecond
+at most (ADR 0014), and in a backlog, which is late anyway, between two looks at the socket (ADR 0022). A keepalive is a
+position in the same order as the commits: an idle outbox pins no WAL, however busy other tables are (G7).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from relay.errors import SourceUnavailable
 from relay.event import Batch, Rejected
 from relay.lsn import LSN
 from relay.progress import Progress
-from relay.source.decoder import Decoder
+from relay.source.decoder import Decoder, sent_at
 from relay.source.replication import WalSender
 
 _MAX_BYTES = 1 << 20
 _REST = 0.001  # for the rest of a transaction; timers of the loop have whole milliseconds
+_LATE = 0.5  # seconds from its commit until Postgres sent it: by then it is one of a backlog
+_GULP = 0.03  # so long Postgres may fill the socket meanwhile: it sends at less cost while nobody reads (ADR 0022)
 
 
 class StreamSource:
@@ -42,8 +44,11 @@ class StreamSource:
         """Batches in commit order, until the session fails."""
         wal, decoder, progress = self._wal, self._decoder, self._progress
         told = decoder.end
+        backlog = False
         while True:
-            if not wal.exhausted:
+            if backlog and wal.exhausted:
+                await asyncio.sleep(_GULP)
+            elif not wal.exhausted:
                 await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
             elif not await wal.readable(self._silence):
                 raise SourceUnavailable(
@@ -51,10 +56,12 @@ class StreamSource:
                 )
             messages, size = wal.take(self._max_messages, _MAX_BYTES)
             if not messages:
+                backlog = False
                 continue
             rejected: list[Rejected] = []
             events = decoder.decode(messages, rejected)
-            if wal.exhausted and 0 < decoder.unfinished < self._usual:
+            sent = sent_at(messages[-1])
+            if wal.exhausted and not backlog and 0 < decoder.unfinished < self._usual:
                 await asyncio.sleep(_REST)
                 messages, more = wal.take(self._max_messages - len(messages), _MAX_BYTES)
                 events += decoder.decode(messages, rejected)
@@ -74,6 +81,7 @@ class StreamSource:
             if not events and not rejected and not transactions and decoder.end == told:
                 continue  # only the beginning of a transaction: Postgres sends every message by itself
             told = decoder.end
+            backlog = bool(events) and sent - events[-1].transaction.committed_at > _LATE
             yield Batch(events, told, size, now, rejected, transactions)
 
     async def confirm(self, lsn: LSN) -> None:

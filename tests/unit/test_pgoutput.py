@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relay.errors import ProtocolError
+from relay.source.decoder import sent_at, unix_time
 from relay.source.pgoutput import (
     Begin,
     Column,
@@ -19,9 +20,8 @@ from relay.source.pgoutput import (
     decode_commit,
     decode_insert,
     decode_relation,
-    unix_time,
 )
-from tests.fakes import begin, commit, insert, relation
+from tests.fakes import begin, commit, insert, keepalive, relation, xlog_data
 
 LSNS = st.integers(0, 2**64 - 1)
 OIDS = st.integers(0, 2**32 - 1)
@@ -39,6 +39,12 @@ def test_begin_round_trip(head: bytes, lsn: int, xid: int, microseconds: int) ->
 def test_times_count_from_the_year_2000() -> None:
     assert unix_time(0) == 946_684_800  # 2000-01-01 00:00:00 UTC
     assert unix_time(1_500_000) == 946_684_801.5
+
+
+@given(LSNS, LSNS, st.integers(-(2**62), 2**62), st.binary(max_size=30))
+def test_every_message_says_when_it_was_sent(lsn: int, end: int, microseconds: int, rest: bytes) -> None:
+    assert sent_at(xlog_data(rest, lsn, microseconds)) == unix_time(microseconds)
+    assert sent_at(keepalive(end, reply=True, sent=microseconds)) == unix_time(microseconds)
 
 
 @given(HEAD, LSNS, LSNS)

@@ -5,7 +5,7 @@ What real servers send is in integration; here are the orders, cuts and corrupti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -150,6 +150,56 @@ async def test_what_is_awaited_in_vain_is_handed_on() -> None:
         ([b"id-3"], 108),
         ([], 208),
     ]
+
+
+def sent(message: bytes, lsn: int, seconds: float) -> bytes:
+    return xlog_data(message, lsn, int(seconds * 1_000_000))
+
+
+class Asked(TricklingWalSender):
+    """Counts who waits until the socket is readable."""
+
+    asked = 0
+
+    async def readable(self, timeout: float) -> bool:
+        self.asked += 1
+        return await super().readable(timeout)
+
+
+def in_turn(late: Sequence[float]) -> list[list[bytes]]:
+    """Chunks of a transaction each, sent so many seconds after its commit."""
+    chunks = [
+        [sent(begin(100 * n, 700 + n), 100 * n, late[n]), row(n), sent(commit(100 * n, 100 * n + 8), 100 * n, late[n])]
+        for n in range(len(late))
+    ]
+    return [[ANNOUNCE, *chunks[0]], *chunks[1:]]
+
+
+async def test_a_backlog_fills_the_socket_while_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the socket has nothing even so: then it is over, and the next row is taken when it comes."""
+    monkeypatch.setattr("relay.source.stream._GULP", 0)
+    source, wal, _ = make(in_turn([60, 60, 0.7, 0.7]), sender=Asked)
+    assert isinstance(wal, Asked)
+    seen = [(ids([batch]), wal.asked) async for batch in _each(source)]
+    assert seen == [([b"id-0"], 0), ([b"id-1"], 0), ([b"id-2"], 0), ([b"id-3"], 0)]
+    assert wal.asked == 1  # the gulp after the last one was empty
+
+
+async def test_what_is_sent_soon_after_its_commit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relay.source.stream._GULP", 3600)
+    source, wal, _ = make(in_turn([0, 0.4, 0.1]), sender=Asked)
+    assert isinstance(wal, Asked)
+    assert [(ids([batch]), wal.asked) async for batch in _each(source)] == [
+        ([b"id-0"], 0),
+        ([b"id-1"], 1),
+        ([b"id-2"], 2),
+    ]
+
+
+async def _each(source: StreamSource) -> AsyncIterator[Batch]:
+    with suppress(SourceUnavailable):
+        async for batch in source.batches():
+            yield batch
 
 
 async def test_the_beginning_of_a_transaction_alone_is_nothing_to_hand_on() -> None:
