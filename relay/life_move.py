@@ -26,7 +26,8 @@ from relay.writeback import PATIENCE
 
 log = structlog.get_logger("relay.life")
 
-_STEP = 0.1  # seconds between two looks at how much was published since the last checkpoint
+_STEP = 0.1  # seconds between two looks at how much was published since the last checkpoint, at most
+_SHORT = 0.01  # … and at least
 
 
 async def move(
@@ -88,16 +89,24 @@ async def ticking(frame: Frame, tick: Callable[[], Awaitable[None]]) -> None:
 
 async def _pause(frame: Frame) -> None:
     """Until the next tick: the interval. Without a fence also a window of events: more would come twice (G4)."""
-    interval, published = frame.config.checkpoint.interval, frame.pipeline.published
-    due = time.monotonic() + interval
-    step = interval if frame.coverage.marks else min(interval, _STEP)
-    while (left := due - time.monotonic()) > 0:
+    pipeline, window = frame.pipeline, frame.config.delivery.max_in_flight_events
+    began, published, interval = time.monotonic(), pipeline.published, frame.config.checkpoint.interval
+    step = interval if frame.coverage.marks else min(interval, _SHORT)
+    while (left := began + interval - time.monotonic()) > 0:
         # Not a plain sleep: this hears at once when Postgres ends the session (57P01), and then everything stops.
         with translated():
             async for _ in frame.session.notifies(timeout=min(step, left)):
                 pass
-        if frame.pipeline.published - published >= frame.config.delivery.max_in_flight_events:
+        done = pipeline.published - published
+        if done >= window:
             return
+        if not frame.coverage.marks:  # when the window is full, at this rate
+            step = next_look(window - done, done / (time.monotonic() - began))
+
+
+def next_look(events: int, rate: float) -> float:
+    """Seconds until so many events are published, at so many a second; in bounds."""
+    return min(_STEP, max(_SHORT, events / rate)) if rate else _STEP
 
 
 def attendants(frame: Frame) -> list[Coroutine[None, None, None]]:
