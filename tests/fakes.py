@@ -194,6 +194,9 @@ class ScriptedWalSender(WalSender):
         self._more = bool(self._chunks)
         return self._more
 
+    async def fill(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
         self.statuses.append(Status(received, confirmed, reply))
 

@@ -7,8 +7,13 @@ Protocol: "Streaming Replication Protocol" in the PostgreSQL manual.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
+import sys
 import time
 from struct import Struct
+from struct import error as StructError  # noqa: N812  it is a class
 
 import psycopg
 from psycopg import AsyncConnection, pq
@@ -22,6 +27,10 @@ from relay.source.decoder import EPOCH
 from relay.source.session import hanging_up, options_of, publication_missing, translate, translated
 
 _STATUS = Struct(">cQQQqB")  # 'r', written, flushed, applied, client time, reply requested
+
+_FULL = 1 << 20  # bytes that the kernel takes from a near Postgres that nobody reads from
+_NEAR = 1000  # microseconds of a round trip: from further away, the rate would suffer
+_ROUND_TRIP = Struct("=148xI")  # tcpi_min_rtt in Linux' struct tcp_info
 
 
 class WalSender:
@@ -120,6 +129,12 @@ class WalSender:
             raise self._fault  # before the data: a keepalive behind it would pass rows that were skipped
         return messages, total
 
+    async def fill(self, seconds: float) -> None:
+        """Let Postgres fill the socket for so long, while nobody reads."""
+        with contextlib.suppress(psycopg.Error):  # closed: `take` says why
+            narrow(self._pgconn.socket)
+        await asyncio.sleep(seconds)
+
     def _end(self) -> RelayError:
         result = self._pgconn.get_result()
         if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
@@ -197,3 +212,18 @@ class WalSender:
         # Since PostgreSQL 18 a missing publication is only a warning: rows would be skipped silently, for ever.
         if "skipped loading publication" in (notice.message_primary or ""):
             self._fault = publication_missing(notice.message_primary or "")
+
+
+def narrow(fd: int) -> None:
+    """Have the kernel take less from a near Postgres than it would, so that the socket is soon full (ADR 0022).
+
+    It takes more and more from whoever reads much, up to tens of megabytes, and so it has to be told again.
+    """
+    if sys.platform != "linux":
+        return
+    tcp = socket.IPPROTO_TCP
+    # Without TCP it is small anyway; an older kernel does not know its shortest round trip.
+    with contextlib.suppress(OSError, StructError), socket.socket(fileno=os.dup(fd)) as connection:
+        (round_trip,) = _ROUND_TRIP.unpack(connection.getsockopt(tcp, socket.TCP_INFO, _ROUND_TRIP.size))
+        if round_trip < _NEAR:
+            connection.setsockopt(tcp, socket.TCP_WINDOW_CLAMP, _FULL)

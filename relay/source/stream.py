@@ -47,7 +47,7 @@ class StreamSource:
         backlog = False
         while True:
             if backlog and wal.exhausted:
-                await asyncio.sleep(_GULP)
+                await wal.fill(_GULP)
             elif not wal.exhausted:
                 await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
             elif not await wal.readable(self._silence):
