@@ -275,7 +275,8 @@ class RelayProcess:
         return int(self._process.wait())
 
     async def stopped(self, timeout: float = _PATIENCE) -> None:
-        """SIGTERM, and a clean end."""
+        """SIGTERM, and a clean end. Whoever found its work done already may be here before it has begun to listen."""
+        await self.says("relay.started", timeout=timeout)
         self.terminate()
         code = await self.ended(timeout)
         assert code == 0, self.output
