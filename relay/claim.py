@@ -36,7 +36,10 @@ from relay.source.session import LASTING, Session, connect, oldest_xid, translat
 log = structlog.get_logger("relay.claim")
 
 _PUBLISH = 60.0  # seconds that a batch may take; the sinks' own bounds are shorter
-_OPTIONS = f"{LASTING} -c idle_in_transaction_session_timeout=90s -c lock_timeout=10s"
+# Only a plain look along an index passes over the rows marked since the last VACUUM without reading them again; and
+# where Postgres thinks that few rows are open, reading and sorting all of them must not seem to cost as little.
+_PLANS = "-c enable_bitmapscan=off -c random_page_cost=1.1"
+_OPTIONS = f"{LASTING} {_PLANS} -c idle_in_transaction_session_timeout=90s -c lock_timeout=10s"
 
 
 @dataclass(slots=True, eq=False)

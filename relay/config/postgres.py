@@ -152,7 +152,7 @@ class Poll(Section):
     workers: int = Field(
         1, ge=1, le=64, description="Claim: sessions that publish side by side; a key always belongs to the same one."
     )
-    batch: int = Field(100, ge=1, le=10_000, description="Claim: rows of one transaction, at most.")
+    batch: int = Field(300, ge=1, le=10_000, description="Claim: rows of one transaction, at most.")
     max_attempts: int = Field(
         5, ge=1, description="Claim: after so many rejections an event is left alone. Outages do not count."
     )

@@ -204,6 +204,36 @@ async def test_ids_of_a_fixed_length_are_marked(scene: Scene) -> None:
         await relay.stopped()
 
 
+@pytest.mark.parametrize(("workers", "known"), [(1, "empty"), (4, "empty"), (4, "full")])
+async def test_a_batch_reads_nothing_of_those_before_it(scene: Scene, workers: int, known: str) -> None:
+    """Also where Postgres knows the table from another time: when it was empty, or when all of its rows were open."""
+    total = 20_000
+    scene.configure(poll={"workers": workers, "batch": 100})
+    scene.execute("ALTER TABLE outbox_events SET (autovacuum_enabled = off)")
+    if known == "empty":
+        scene.execute("ANALYZE outbox_events")
+    else:
+        fill(scene, total)
+        scene.execute("VACUUM ANALYZE outbox_events")
+    with RelayProcess(scene.path) as relay:
+        if known == "empty":
+            looked = "SELECT seq_scan + idx_scan > 50 FROM pg_stat_user_tables WHERE relname = 'outbox_events'"
+            await eventually(lambda: scene.query(looked)[0], "it has looked often")
+            fill(scene, total)
+        await relay.has_published(total)
+        await relay.stopped()  # and so its sessions have told what they did
+    read = "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relname = 'outbox_events'"
+    assert scene.query(read)[0] < 40 * total  # with four workers each looks at the rows of all
+
+
+def fill(scene: Scene, rows: int) -> None:
+    scene.execute(
+        "INSERT INTO outbox_events (aggregate_id, topic) SELECT g %% 1000, %s FROM generate_series(1, %s) g",
+        f"{scene.name}.x",
+        rows,
+    )
+
+
 def unmarked_since(scene: Scene) -> int:
     return int(
         scene.query(
