@@ -194,8 +194,8 @@ class ScriptedWalSender(WalSender):
         self._more = bool(self._chunks)
         return self._more
 
-    async def fill(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    def narrow(self) -> None:
+        pass
 
     def send_status(self, received: LSN, confirmed: LSN, *, reply: bool) -> None:
         self.statuses.append(Status(received, confirmed, reply))

@@ -129,11 +129,10 @@ class WalSender:
             raise self._fault  # before the data: a keepalive behind it would pass rows that were skipped
         return messages, total
 
-    async def fill(self, seconds: float) -> None:
-        """Let Postgres fill the socket for so long, while nobody reads."""
+    def narrow(self) -> None:
+        """Keep the socket small: it is soon full while nobody reads. The kernel forgets it with every look."""
         with contextlib.suppress(psycopg.Error):  # closed: `take` says why
             narrow(self._pgconn.socket)
-        await asyncio.sleep(seconds)
 
     def _end(self) -> RelayError:
         result = self._pgconn.get_result()

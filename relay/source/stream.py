@@ -46,8 +46,10 @@ class StreamSource:
         told = decoder.end
         backlog = False
         while True:
+            if backlog:
+                wal.narrow()
             if backlog and wal.exhausted:
-                await wal.fill(_GULP)
+                await asyncio.sleep(_GULP)
             elif not wal.exhausted:
                 await asyncio.sleep(0)  # let acknowledgements in, also while the socket always has more
             elif not await wal.readable(self._silence):

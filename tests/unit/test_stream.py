@@ -157,9 +157,12 @@ def sent(message: bytes, lsn: int, seconds: float) -> bytes:
 
 
 class Asked(TricklingWalSender):
-    """Counts who waits until the socket is readable."""
+    """Counts who waits until the socket is readable, and how often it is to be kept small."""
 
-    asked = 0
+    asked = narrowed = 0
+
+    def narrow(self) -> None:
+        self.narrowed += 1
 
     async def readable(self, timeout: float) -> bool:
         self.asked += 1
@@ -183,6 +186,7 @@ async def test_a_backlog_fills_the_socket_while_nobody_waits_for_it(monkeypatch:
     seen = [(ids([batch]), wal.asked) async for batch in _each(source)]
     assert seen == [([b"id-0"], 0), ([b"id-1"], 0), ([b"id-2"], 0), ([b"id-3"], 0)]
     assert wal.asked == 1  # the gulp after the last one was empty
+    assert wal.narrowed == 4  # before each look: the kernel forgets it meanwhile
 
 
 async def test_what_is_sent_soon_after_its_commit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +198,7 @@ async def test_what_is_sent_soon_after_its_commit_is_waited_for(monkeypatch: pyt
         ([b"id-1"], 1),
         ([b"id-2"], 2),
     ]
+    assert wal.narrowed == 0
 
 
 async def _each(source: StreamSource) -> AsyncIterator[Batch]:
