@@ -146,6 +146,7 @@ class ClaimTable:
         listed = ", ".join(map(_name, self._names))
         attempts = f"coalesce({_name(columns.attempts)}, 0)" if columns.attempts else "0"
         age = f"extract(epoch FROM clock_timestamp() - {_name(self._aged)})" if self._aged else "NULL"
+        # NOT IN is a filter, whatever the planner believes; a join with those that wait might cost the index's order.
         query = f"""
             WITH waiting AS MATERIALIZED ({waiting}),
             claimed AS MATERIALIZED (

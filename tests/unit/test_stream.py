@@ -186,7 +186,17 @@ async def test_a_backlog_fills_the_socket_while_nobody_waits_for_it(monkeypatch:
     seen = [(ids([batch]), wal.asked) async for batch in _each(source)]
     assert seen == [([b"id-0"], 0), ([b"id-1"], 0), ([b"id-2"], 0), ([b"id-3"], 0)]
     assert wal.asked == 1  # the gulp after the last one was empty
-    assert wal.narrowed == 4  # before each look: the kernel forgets it meanwhile
+
+
+async def test_in_a_backlog_the_socket_is_kept_small_also_while_it_always_has_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel opens its window again between two looks."""
+    monkeypatch.setattr("relay.source.stream._GULP", 0)
+    source, wal, _ = make([[each for chunk in in_turn([60, 60, 60]) for each in chunk]], limit=4, sender=Asked)
+    assert isinstance(wal, Asked)
+    looks = [wal.narrowed async for _ in _each(source)]
+    assert looks == list(range(len(looks))) and len(looks) > 2
 
 
 async def test_what_is_sent_soon_after_its_commit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
